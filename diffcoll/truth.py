@@ -153,11 +153,8 @@ class _One(Function):
     def forward(ctx: Any, *xs: Tensor) -> Any:
         ctx.n = len(xs)
         for r, x in enumerate(xs):
-            if x.is_floating_point() or x.is_complex():
-                a, b = _precise(x), _precise(xs[0])
-                same = torch.allclose(a, b, rtol=_tolerance(x), atol=_tolerance(x), equal_nan=True)
-            else:
-                same = torch.equal(x, xs[0])
+            near, a, b = _tolerance(x), _precise(x), _precise(xs[0])
+            same = torch.allclose(a, b, rtol=near, atol=near, equal_nan=True) if near else torch.equal(x, xs[0])
             if not same:
                 raise ValueError(
                     f"a tensor declared replicated, or its gradient, differs between rank 0 and rank {r}; "
@@ -181,7 +178,9 @@ def _precise(x: Tensor) -> Tensor:
 
 
 def _tolerance(x: Tensor) -> float:
-    """A tolerance for rounding errors of a long computation in x's precision."""
+    """A tolerance for rounding errors of a long computation in x's precision; 0 for integers and bool."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return 0.0
     return min(math.sqrt(torch.finfo(x.dtype).eps), 0.5)  # float8_e8m0fnu has an eps of 1
 
 

@@ -98,6 +98,14 @@ class Program:
     thresholds: tuple[int, int] = (16, 48)
 
 
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch):
+    """The engines' thresholds, which simulated ranks change in this process."""
+    monkeypatch.setitem(c10d.SMALL, "gloo", c10d.SMALL["gloo"])
+    for name in ("TOGETHER", "SMALL", "ADDED"):
+        monkeypatch.setattr(mpi, name, getattr(mpi, name))
+
+
 def inputs(step, r, way=None):
     way = way or step.ways[r]
     xs = [step.case.x(r, SEED + i) for i in range(step.leaves)]

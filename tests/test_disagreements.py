@@ -148,15 +148,14 @@ DISAGREEMENTS = {
     "shapes of leaves beside sizes": Disagreement(
         lambda odd: dc.all_gather([x_(2, 3, 4) if odd else x_(2, 4, 3)], sizes=[2, 2, 2]), "(-1, 3, 4)"
     ),
-    "dim of leaves": Disagreement(lambda odd: dc.all_gather([x_(3, 3)], int(odd)), "joined along dim 1"),
-    "leaves in a stack": Disagreement(lambda odd: dc.all_gather([x_(3, 3)], stack=odd), "stacked along dim 0"),
+    "dim of leaves": Disagreement(lambda odd: dc.all_gather([x_(3, 3)], int(odd)), "along dim 1"),
+    "leaves in a stack": Disagreement(lambda odd: dc.all_gather([x_(3, 3)], stack=odd), "(1, 3, 3) along dim 0"),
     "dtypes of leaves": Disagreement(
         lambda odd: dc.sum_gradients([x_(2), x_(2, dtype=torch.float32 if odd else torch.int64)]), "torch.float32"
     ),
     "sizes of leaves": Disagreement(
         lambda odd: dc.all_gather([x_(2), x_(2)], sizes=[1, 2, 2] if odd else [2, 2, 2]), "all_gather("
     ),
-    "dim of a halo": Disagreement(lambda odd: dc.halo_exchange(x_(3, 3), int(odd), 3, 0), "dim=1"),
     "a tree or a tensor": Disagreement(lambda odd: dc.all_gather(x_(3) if odd else [x_(3)]), "all_gather("),
     "an empty tree": Disagreement(lambda odd: dc.all_gather([x_(3)] if odd else []), "x[0]"),
     # backward

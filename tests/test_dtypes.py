@@ -5,7 +5,7 @@ import re
 import calls
 import pytest
 import torch
-from runs import gloo, mpi, rules, runs_on
+from runs import mpi, rules, runs_on
 
 import diffcoll as dc
 from diffcoll.core import arguments
@@ -48,18 +48,6 @@ def test_every_collective(run, dtype):
             assert got[r][i].dtype == dtype, case
             torch.testing.assert_close(got[r][i], expected[r], msg=f"{case}, rank {r}")
             assert not got[r][i].requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_gradients_in_half_precision(dtype):
-    def body(r):
-        x = torch.tensor([1.0 + r, 2.0], dtype=dtype, requires_grad=True)
-        (dc.all_reduce(x, "mean").square().sum() * (r + 1)).backward()
-        return x.grad
-
-    for g in gloo(body, range(N)):  # y = (2, 2); Σ (r + 1) 2 y / 3
-        assert g.dtype == dtype
-        assert g.tolist() == [8, 8]
 
 
 @runs_on("rules", "gloo")
@@ -117,18 +105,6 @@ def test_lazy_conjugates(run):
         assert negative.tolist() == [-12]
         # ℓ = Re Σ w conj(z): in PyTorch's convention the gradient is w summed over ranks, (1 + 2 + 3) w
         assert torch.equal(g, torch.full((2,), 6 * [1j, 2, 3 + 1j][r], dtype=torch.complex128))
-
-
-def test_inference_and_no_grad():
-    def body(r):
-        with torch.inference_mode():
-            a = dc.reduce_scatter(torch.ones(4, 3) * r, dim=1)
-        with torch.no_grad():
-            b = dc.reduce_scatter(torch.ones(4, 3, requires_grad=True) * r, dim=1)
-        c = dc.reduce_scatter(torch.ones(4, 3, requires_grad=True) * r, dim=1)
-        return a.sum().item(), b.requires_grad, c.requires_grad, c.is_inference()
-
-    assert gloo(body, range(N)) == [(12, False, True, False)] * N
 
 
 UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
@@ -232,26 +208,6 @@ def test_replicated_tensors_of_every_dtype_are_compared(run):
             assert number(y) == number(x) and number(part) == number(x[2 * r : 2 * r + 2])
         with pytest.raises(dc.CollectiveMismatchError if checked else Exception, match="rank 0 and rank 2"):
             run(body, range(N), [dtype] * N, [True] * N)
-
-
-@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-@runs_on("rules", "truth")
-def test_rare_dtypes_are_moved(run):
-    """By the collectives that do not add."""
-    checked = run is rules
-    table = [c for c in cases.table(N) if c.name not in ADDS and "op" not in c.arguments and c.dtype == torch.float64]
-
-    def body(r, dtype):
-        with dc.check_mode(checked):
-            return [case.call(case.x(r, 0).abs().to(dtype), r) for case in table]
-
-    for dtype in (torch.uint16, torch.float8_e4m3fn, torch.complex32):
-        found = run(body, range(N), [dtype] * N)
-        for i, case in enumerate(table):
-            xs = [case.x(r, 0).abs().to(dtype).to(torch.complex64) for r in range(N)]
-            for y, expected in zip(found, case.truth(xs), strict=True):
-                assert y[i].dtype == dtype
-                assert torch.equal(y[i].to(torch.complex64), expected), case
 
 
 @pytest.mark.parametrize("to", [torch.float16, torch.bfloat16])

@@ -120,7 +120,7 @@ def test_private_torch_api_is_used_where_its_reason_is_stated():
 
 def test_only_these_modules_run_maps():
     """So every message is compared in check mode and named in profiles: `core.moves` does both."""
-    run = {f"diffcoll.core.moves.{name}" for name in ("move", "InFlight")}
+    run = {f"diffcoll.core.moves.{name}" for name in ("move", "Flight")}
     assert {module for module, names in OWN.items() if names & run} == {"core.rules", "core.compiled"}
 
 

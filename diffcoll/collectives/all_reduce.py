@@ -15,7 +15,7 @@ from torch import Tensor
 from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.maps import AllReduce
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import Op, on_all_ranks
+from diffcoll.core.reductions import Op, steps
 from diffcoll.core.tree_calls import by_message
 from diffcoll.engines.types import GradPlacement, Group
 
@@ -70,4 +70,4 @@ def all_reduce(
 
 
 def _of_tensor(call: Call) -> Any:
-    return call.perform(*on_all_ranks(call.op(call.x), call.x, AllReduce(call.engine, call.replicated())))
+    return call.perform(*steps(call.op(call.x), call.x, AllReduce(call.engine, call.replicated())))

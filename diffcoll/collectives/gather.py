@@ -14,9 +14,8 @@ from torch import Tensor
 from diffcoll.collectives.all_gather import block_of
 from diffcoll.core import check_mode
 from diffcoll.core.arguments import Call, Sizes
-from diffcoll.core.maps import named
+from diffcoll.core.maps import AllToAll, named
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import to_root
 from diffcoll.engines.types import Group
 
 
@@ -70,4 +69,4 @@ def gather(
     detail = f"dst={root}" if block is x else f"dst={root}, stacked"
     if check_mode.compares(call.engine):
         detail += f", sizes={lengths}"  # of which a map has its rank's own
-    return call.perform(named(to_root(call.engine, root, d, lengths), "gather", detail), block)
+    return call.perform(named(AllToAll.to_root(call.engine, root, d, lengths), "gather", detail), block)

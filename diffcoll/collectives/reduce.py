@@ -14,7 +14,7 @@ from torch import Tensor
 from diffcoll.core.arguments import Call
 from diffcoll.core.maps import Reduce
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import Op, on_rank
+from diffcoll.core.reductions import Op, steps
 from diffcoll.engines.types import Group
 
 
@@ -59,5 +59,4 @@ def reduce(
     Source: notes/collectives/collectives.md#reduce.
     """
     call = Call("reduce", x, group, async_op, {"dst": dst, "op": op})
-    f = Reduce(call.engine, call.root("dst"))
-    return call.perform(*on_rank(call.op(x), x, f))
+    return call.perform(*steps(call.op(x), x, Reduce(call.engine, call.root("dst"))))

@@ -14,7 +14,7 @@ from torch import Tensor
 from diffcoll.core.arguments import Call, Parts
 from diffcoll.core.maps import ReduceScatter
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import Op, blocks
+from diffcoll.core.reductions import Op, steps
 from diffcoll.engines.types import Group
 
 
@@ -58,4 +58,4 @@ def reduce_scatter(
     """
     call = Call("reduce_scatter", x, group, async_op, {"op": op, "dim": dim, "sizes": sizes})
     d, reduction = call.dim("dim", x), call.op(x)
-    return call.perform(*blocks(reduction, x, ReduceScatter(call.engine, d, call.sizes_of_parts(x, d))))
+    return call.perform(*steps(reduction, x, ReduceScatter(call.engine, d, call.sizes_of_parts(x, d))))

@@ -41,7 +41,7 @@ def scan(x: Tensor, *, group: Group = None, reverse: bool = False, exclusive: bo
     Source: notes/collectives/collectives.md#scan.
     """
     call = Call("scan", x, group, False, {"reverse": reverse, "exclusive": exclusive})
-    call.adds(x)
+    call.dtype(x, "numbers")
     expect.flag("scan", "reverse", reverse)
     expect.flag("scan", "exclusive", exclusive)
     y: Tensor = call.perform(Scan(call.engine, reverse, exclusive), x)

@@ -59,11 +59,10 @@ def scatter(
     Source: notes/collectives/collectives.md#scatter.
     """
     call = Call("scatter", x, group, async_op, {"src": src, "dim": dim, "sizes": sizes})
-    root, d, n, rank = call.root("src"), call.dim("dim", x), call.engine.size, call.engine.rank
+    root, d, n = call.root("src"), call.dim("dim", x), call.engine.size
     parts = call.sizes_of_parts(x, d) or (x.shape[d] // n,) * n
-    received = tuple(parts[rank] if s == root else 0 for s in range(n))
-    f = AllToAll(call.engine, d, d, parts if rank == root else (0,) * n, received)
     detail = f"src={root}"
     if check_mode.compares(call.engine):
         detail += f", sizes={parts}"  # of which a map has its rank's own
-    return call.perform(named(f, "scatter", detail), x if rank == root else x.narrow(d, 0, 0))
+    f = named(AllToAll.to_root(call.engine, root, d, parts).adjoint, "scatter", detail)
+    return call.perform(f, x if call.engine.rank == root else x.narrow(d, 0, 0))

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather
-from diffcoll.composed.leaves import batch_leaves, number_of_rows, rows_of_ranks
+from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
 from diffcoll.core import expect
 from diffcoll.core.arguments import Sizes, Tree
 from diffcoll.core.errors import message
 from diffcoll.core.exchange import exchanged
 from diffcoll.core.groups import resolve
+from diffcoll.core.torch_private.tracing import assume
+from diffcoll.core.trees import tree_paths
+from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
 _NAME = "gather_batch"
@@ -77,33 +80,43 @@ def gather_batch(
     Source: notes/collectives/gather_batch.md.
     """
     leaves, rebuild = batch_leaves(_NAME, tree)
-    rows = number_of_rows(_NAME, tree, leaves)
-    engine = resolve(group, _NAME)
-    shapes: list[list[list[int]]] = []
-    if pad is not None:
+    rows = _number_of_rows(tree, leaves)
+    engine, mask = resolve(group, _NAME), None
+    if pad is None:
+        lengths = _lengths(tree, leaves, rows, sizes, engine)
+    else:
         if not expect.is_number(pad):
             raise TypeError(message(_NAME, "pad", type(pad).__name__, "a number"))
-        shapes = _shapes_of_ranks(tree, leaves, group)
-        most = [[max(of_dim) for of_dim in zip(*of_leaf, strict=True)] for of_leaf in zip(*shapes, strict=True)]
-        leaves = [_padded(leaf, shape[1:], pad) for leaf, shape in zip(leaves, most, strict=True)]
-    lengths = _lengths(tree, leaves, rows, sizes, group, [of_rank[0][0] for of_rank in shapes])
+        shapes = _shapes_of_ranks(tree, leaves, engine)
+        lengths = [shape[0] for shape in shapes[0]]
+        most = [[max(of_dim) for of_dim in zip(*of_leaf, strict=True)] for of_leaf in shapes]
+        mask = rebuild([_mask(*of_leaf) for of_leaf in zip(leaves, shapes, most, strict=True)])
+        leaves = [_padded(leaf, shape, pad) for leaf, shape in zip(leaves, most, strict=True)]
     gathered = all_gather(rebuild(leaves), 0, group=group, sizes=lengths)
-    mask = None
-    if pad is not None:
-        mask = rebuild([_mask(leaf, [of_rank[i] for of_rank in shapes]) for i, leaf in enumerate(leaves)])
     return GatheredBatch(gathered, lengths, sum(lengths[: engine.rank]), sum(lengths), mask)
 
 
-def _lengths(tree: Any, leaves: list[Tensor], rows: int, sizes: Sizes, group: Group, known: list[int]) -> list[int]:
+def _number_of_rows(tree: object, leaves: list[Tensor]) -> int:
+    """Return the number of rows of all leaves; raise if they differ."""
+    for path, leaf in zip(tree_paths(tree), leaves, strict=True):
+        if len(leaf) != len(leaves[0]):
+            expected = f"{len(leaves[0])} rows, as the first tensor has, one for each sample"
+            raise ValueError(message(_NAME, f"tree{path}", f"{len(leaf)} rows", expected))
+    return len(leaves[0])
+
+
+def _lengths(tree: object, leaves: list[Tensor], rows: int, sizes: Sizes, engine: Engine) -> list[int]:
     """Return each rank's number of rows."""
-    engine = resolve(group, _NAME)
-    if known:
-        return known
     if sizes is None:
         return [rows] * engine.size
     if isinstance(sizes, str):
         expect.choice(_NAME, "sizes", sizes, ("auto",))
-        return rows_of_ranks(_NAME, tree, leaves, rows, group)[0]
+        lengths = [length for (length,) in lengths_of_ranks(_NAME, tree, leaves, [rows], engine)]
+        if torch.compiler.is_compiling():  # which does not know it of numbers that ranks have sent
+            for length in lengths:
+                assume(length >= 0)
+            assume(lengths[engine.rank] == rows)
+        return lengths
     lengths = [expect.integer(_NAME, "sizes", size, least=0) for size in sizes]
     if len(lengths) != engine.size or lengths[engine.rank] != rows:
         expected = f"{engine.size} sizes, one per rank, {rows} at position {engine.rank}"
@@ -111,32 +124,25 @@ def _lengths(tree: Any, leaves: list[Tensor], rows: int, sizes: Sizes, group: Gr
     return lengths
 
 
-def _shapes_of_ranks(tree: Any, leaves: list[Tensor], group: Group) -> list[list[list[int]]]:
-    """Return for each rank the shapes of its leaves."""
-    dims = [leaf.dim() for leaf in leaves]
-    whole = [leaf.new_empty([len(leaf), *[0] * (leaf.dim() - 1)]) for leaf in leaves]  # all that must be equal
-    rows_of_ranks(_NAME, tree, whole, len(leaves[0]), group)
-    found = []
-    for numbers in exchanged(resolve(group, _NAME), [size for leaf in leaves for size in leaf.shape]):
-        left = list(numbers)
-        found.append([[left.pop(0) for _ in range(dim)] for dim in dims])
+def _shapes_of_ranks(tree: object, leaves: list[Tensor], engine: Engine) -> list[list[list[int]]]:
+    """Return for each leaf the shapes that the ranks have."""
+    alike = [leaf.new_empty([0] * leaf.dim()) for leaf in leaves]  # paths, dtypes and numbers of dimensions
+    lengths_of_ranks(_NAME, tree, alike, [0], engine)
+    rows = exchanged(engine, [size for leaf in leaves for size in leaf.shape])
+    found, first = [], 0
+    for leaf in leaves:
+        found.append([row[first : first + leaf.dim()] for row in rows])
+        first += leaf.dim()
     return found
 
 
 def _padded(x: Tensor, shape: Sequence[int], value: float) -> Tensor:
-    """Return x, padded at the end of each dimension but 0."""
-    if list(x.shape[1:]) == list(shape):
-        return x
-    y = x.new_full([len(x), *shape], value)
-    y[tuple(slice(size) for size in x.shape)] = x
-    return y
+    """Return x, padded at the end of each dimension but 0 to this shape."""
+    ends = [end for d in range(x.dim() - 1, 0, -1) for end in (0, shape[d] - x.shape[d])]
+    return torch.nn.functional.pad(x, ends, value=value) if any(ends) else x
 
 
-def _mask(leaf: Tensor, shapes: list[list[int]]) -> Tensor:
-    """Return which numbers of the gathered leaf were not padded; `shapes` of the ranks' own."""
-    mask = torch.zeros([sum(shape[0] for shape in shapes), *leaf.shape[1:]], dtype=torch.bool, device=leaf.device)
-    first = 0
-    for rows, *others in shapes:
-        mask[first : first + rows][tuple(slice(size) for size in (rows, *others))].fill_(True)
-        first += rows
-    return mask
+def _mask(leaf: Tensor, shapes: list[list[int]], most: list[int]) -> Tensor:
+    """Return which numbers of the gathered leaf were not padded; `shapes` are the ranks' own."""
+    ones = [torch.ones(shape, dtype=torch.bool, device=leaf.device) for shape in shapes]
+    return torch.cat([_padded(x, most, False) for x in ones])

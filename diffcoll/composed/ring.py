@@ -62,8 +62,7 @@ def ring(tree: Tree, *, group: Group = None) -> Iterator[tuple[int, Tree]]:
     """
     engine = resolve(group, _NAME)
     leaves, rebuild = batch_leaves(_NAME, tree)
-    mine = [len(leaf) for leaf in leaves]
-    sizes = [mine] if engine.size == 1 else lengths_of_ranks(_NAME, tree, leaves, mine, group)[0]
+    sizes = lengths_of_ranks(_NAME, tree, leaves, [len(leaf) for leaf in leaves], engine)
     return _blocks(tree, leaves, rebuild, sizes, engine, group)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -41,10 +40,10 @@ Sizes = Sequence[int] | Literal["auto"] | None
 #: Collectives whose x may be a tree.
 TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
 
+_FRACTIONS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 #: Dtypes that PyTorch adds on the CPU, and therefore every engine.
-ADDED = frozenset(
-    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128)
-) | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+ADDED = _FRACTIONS | _COMPLEX | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
 #: Dtypes that PyTorch copies and concatenates; collectives that do not add accept them.
 MOVED = (
     ADDED
@@ -52,8 +51,18 @@ MOVED = (
     | {torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
     | {getattr(torch, name) for name in ("bcomplex32",) if hasattr(torch, name)}  # since torch 2.15
 )
-
+#: What a reduction needs x to be, see `Reduction.needs`: the dtypes, what errors expect, and the remedy.
+_NEEDS: dict[str, tuple[set[torch.dtype], str, str]] = {
+    "numbers": (ADDED, "numbers that PyTorch adds", "pass x.to(torch.int64) to count, or x.to(torch.float32)"),
+    "fractions": (_FRACTIONS | _COMPLEX, "a floating-point or complex x of 16 bits or more", "convert x first"),
+    "ordered": (
+        ADDED - _COMPLEX | {torch.bool},
+        "numbers that PyTorch compares",
+        "pass x.abs() or x.float()",
+    ),
+}
 _OPS = ", ".join(f'"{name}"' for name in REDUCTIONS) + ", or a ReduceOp"
+_DENSE = "a dense torch.Tensor"
 
 
 class Call:
@@ -71,13 +80,12 @@ class Call:
         self.engine: Engine = resolve(group, name)
         if async_op is not True and async_op is not False:
             expect.flag(name, "async_op", async_op)
-        if isinstance(x, Tensor):
-            self.tensor(x)
-            return
-        for argument in arguments:  # a list of output tensors would be taken for a tree
-            self._refuse_tensors(argument)
-        if not (name in TAKE_TREES and is_tree(x)):
-            self.tensor(x)
+        if not isinstance(x, Tensor):
+            for argument in arguments:  # a list of output tensors would be taken for a tree
+                self._refuse_tensors(argument)
+            if name in TAKE_TREES and is_tree(x):
+                return
+        self.tensor(x)
 
     def of(self, x: Tensor) -> Call:
         """Return the same call for a leaf of a tree, or for several leaves in one row."""
@@ -109,54 +117,54 @@ class Call:
         y: Tensor = self.engine.run_truth(self.name, self.x, arguments, (meaning, kind))
         return Pending(self.name, lambda: y) if self.async_op else y
 
-    def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
-        """Return the ValueError about one argument."""
-        got = self.arguments.get(argument) if got is None else got
-        if not isinstance(got, str):
-            # Dynamo cannot trace the repr of an object of a class with a base in C++, such as Partial("avg").
-            traces = self.engine.compiling and not isinstance(got, (int, float, tuple, list, type(None)))
-            got = type(got).__name__ if traces else repr(got)
-        return ValueError(message(self.name, argument, got, expected, remedy))
+    # ── x ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def tensor(self, x: Any, argument: object = "x") -> Tensor:
-        """Return x, a tensor that the engine can move; `argument` is what errors call it."""
-        expected = "a dense torch.Tensor"
+    def tensor(self, x: Any) -> Tensor:
+        """Return x, a tensor that the engine can move."""
         if not isinstance(x, Tensor):
             remedy = "pass the result, x.wait()" if isinstance(x, Pending) else "torch.as_tensor(x) makes one"
-            raise TypeError(message(self.name, argument, type(x).__name__, expected, remedy))
+            raise TypeError(message(self.name, "x", type(x).__name__, _DENSE, remedy))
         if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
             remedy = (
                 "pass this rank's part, x.to_local(grad_placements=…): [Partial()] if its gradient is this rank's part "
-                "of a sum, [Replicate()] if it is the whole gradient; without grad_placements DTensor assumes the "
-                "placements of x"
+                "of a sum, [Replicate()] if it is the whole gradient"
             )
-            raise TypeError(message(self.name, argument, "a DTensor", expected, remedy))
-        if x.is_nested:
-            remedy = "pass x.values() and the lengths, or x.to_padded_tensor(0.0)"
-            raise TypeError(message(self.name, argument, "a nested tensor", expected, remedy))
+            raise TypeError(message(self.name, "x", "a DTensor", _DENSE, remedy))
         # Dynamo does not trace x.layout in the backward of a user's Function.
         sparse = x.is_sparse or x.is_sparse_csr or x.is_mkldnn if self.engine.compiling else x.layout != torch.strided
-        if sparse or x.is_quantized:
-            layout = "quantized" if x.is_quantized else str(x.layout)
-            raise TypeError(
-                message(self.name, argument, f"a {layout} tensor", expected, "pass x.to_dense() or dequantize")
-            )
+        if sparse or x.is_nested or x.is_quantized:
+            remedy = "pass its values, x.to_dense(), x.to_padded_tensor(0.0) or x.dequantize()"
+            raise TypeError(message(self.name, "x", "a sparse, nested or quantized tensor", _DENSE, remedy))
         if x.dtype not in MOVED:
             remedy = "pass x.view(torch.uint8), and view the result as x.dtype"
-            raise TypeError(
-                message(self.name, argument, str(x.dtype), "a dtype that PyTorch can copy and join", remedy)
-            )
+            raise TypeError(message(self.name, "x", str(x.dtype), "a dtype that PyTorch can copy and join", remedy))
         if x.requires_grad and x.dtype not in ADDED and torch.is_grad_enabled():
             got, remedy = f"{x.dtype} that requires a gradient", "pass x.detach() or x.to(torch.bfloat16)"
-            raise TypeError(message(self.name, argument, got, "a dtype whose gradients can be added", remedy))
+            raise TypeError(message(self.name, "x", got, "a dtype whose gradients can be added", remedy))
         devices = self.engine.devices
         device = "cpu" if x.is_cpu else x.device.type
         if device == "meta" or (devices is not None and device not in devices):
             where = "tensors with memory" if devices is None else f"a tensor on {' or '.join(devices)}"
-            text = f"{where}, which is what {self.engine.description} moves"
+            expected = f"{where}, which is what {self.engine.description} moves"
             remedy = "move x there, or pass another group"
-            raise ValueError(message(self.name, argument, f"a tensor on {device}", text, remedy))
+            raise ValueError(message(self.name, "x", f"a tensor on {device}", expected, remedy))
         return x
+
+    def dtype(self, x: Tensor, needs: str) -> None:
+        """Raise unless x has a dtype that a reduction needs."""
+        dtypes, expected, remedy = _NEEDS[needs]
+        if x.dtype not in dtypes:
+            argument = "x" if needs == "numbers" else "op"
+            raise TypeError(message(self.name, argument, f"a tensor of {x.dtype}", expected, remedy))
+
+    # ── the other arguments ──────────────────────────────────────────────────────────────────────────────
+
+    def error(self, argument: str, expected: str, remedy: str = "", got: object = None) -> ValueError:
+        """Return the ValueError about one argument."""
+        got = self.arguments.get(argument) if got is None else got
+        if not isinstance(got, str):  # Dynamo cannot trace the repr of an object such as Partial("avg")
+            got = repr(got) if isinstance(got, (int, float, tuple, list, type(None))) else type(got).__name__
+        return ValueError(message(self.name, argument, got, expected, remedy))
 
     def replicated(self) -> bool:
         """Return whether the gradient that arrives at the result is declared whole, and equal, on every rank."""
@@ -178,26 +186,8 @@ class Call:
             if str(name).lower() in ("band", "bor", "bxor"):
                 remedy = 'reduce bool tensors with "min" (all) or "max" (any); bits have no derivative'
             raise self.error("op", _OPS, remedy)
-        if reduction.needs == "numbers":
-            self.adds(x)
-        got = f'"{name}" of {x.dtype}'
-        if reduction.needs == "fractions" and not (x.dtype in ADDED and (x.is_floating_point() or x.is_complex())):
-            expected = "a floating-point or complex x" + " of 16 bits or more" * x.is_floating_point()
-            raise TypeError(message(self.name, "op", got, expected, "convert x first"))
-        if reduction.needs == "ordered" and x.is_complex():
-            remedy = "reduce x.abs(), or x.real and x.imag apart"
-            raise TypeError(message(self.name, "op", got, "numbers that are ordered", remedy))
-        if reduction.needs == "ordered" and x.dtype not in ADDED and x.dtype != torch.bool:
-            raise TypeError(message(self.name, "op", got, "a dtype that PyTorch compares", f"pass {_wider(x)}"))
+        self.dtype(x, reduction.needs)
         return reduction
-
-    def adds(self, x: Tensor) -> None:
-        """Raise unless tensors like x can be added."""
-        if x.dtype == torch.bool:
-            remedy = "pass x.to(torch.int64) to count"
-            raise TypeError(message(self.name, "x", "torch.bool", "numbers, which can be added", remedy))
-        if x.dtype not in ADDED:
-            raise TypeError(message(self.name, "x", str(x.dtype), "a dtype that PyTorch adds up", f"pass {_wider(x)}"))
 
     def integer(self, argument: str) -> int:
         """Return an integer argument."""
@@ -227,24 +217,24 @@ class Call:
     def pairs(self, argument: str) -> tuple[tuple[int, int], ...]:
         """Return a list of pairs (src, dst), sorted."""
         value, n = self.arguments[argument], self.engine.size
-        expected = "a list of pairs (src, dst) of ranks"
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise TypeError(message(self.name, argument, repr(value), expected))
-        if any(isinstance(p, str) or not isinstance(p, Sequence) or len(p) != 2 for p in value):
-            raise TypeError(message(self.name, argument, repr(value), expected))
-        read = partial(expect.integer, self.name, argument)
-        pairs = tuple(sorted((read(src), read(dst)) for src, dst in value))
-        for end, ranks in (("src", [p[0] for p in pairs]), ("dst", [p[1] for p in pairs])):
+        try:
+            ends = [(src, dst) for src, dst in value]
+        except (TypeError, ValueError):
+            expected = "a list of pairs (src, dst) of ranks"
+            raise TypeError(message(self.name, argument, repr(value), expected)) from None
+        pairs = sorted(tuple(expect.integer(self.name, argument, rank) for rank in pair) for pair in ends)
+        for end, ranks in (("src", [src for src, _ in pairs]), ("dst", [dst for _, dst in pairs])):
             if any(not 0 <= rank < n for rank in ranks):
                 raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
             if len(set(ranks)) < len(ranks):
-                twice = [rank for rank in ranks if ranks.count(rank) > 1]
                 remedy = "send to several ranks with broadcast or several permutes"
-                raise self.error(argument, f"each rank at most once as {end} (rank {twice[0]} is listed twice)", remedy)
-        return pairs
+                raise self.error(argument, f"each rank at most once as {end}", remedy)
+        return tuple((src, dst) for src, dst in pairs)
+
+    # ── sizes ────────────────────────────────────────────────────────────────────────────────────────────
 
     def sizes_of_parts(self, x: Tensor, dim: int, argument: str = "sizes") -> tuple[int, ...]:
-        """Return the sizes of the N blocks that x is cut into along dim."""
+        """Return the sizes of the N blocks that x is cut into along dim; (): they are equal."""
         value = self.arguments[argument]
         length, n = x.shape[dim], self.engine.size
         if value is None:
@@ -259,39 +249,33 @@ class Call:
         return sizes
 
     def sizes_of_all(self, x: Tensor, dim: int, argument: str = "sizes") -> tuple[int, ...]:
-        """Return the sizes along dim of all ranks' tensors, of which x is this rank's."""
+        """Return the sizes along dim of all ranks' tensors, of which x is this rank's; (): they are equal."""
         value = self.arguments[argument]
-        length, rank = x.shape[dim], self.engine.rank
         if value is None:
             return ()
         if isinstance(value, str) and value == "auto":
             return sizes_of_ranks(self.name, self.engine, [(x, dim)])[0]
-        sizes = self._sizes(argument, value, auto=True)
-        if sizes[rank] != length:
-            expected = f"{length} at position {rank}, the size of this rank's x along dim {dim}"
-            raise self.error(argument, expected, f'{argument}="auto" asks every rank for its size')
-        return sizes
+        return self._sizes(argument, value, own=x.shape[dim])
 
     def sizes_of_blocks(self, parts: tuple[int, ...], argument: str) -> tuple[int, ...]:
         """Return the sizes of the blocks received from the ranks; `parts` are the sizes of those sent to them."""
         value, rank = self.arguments[argument], self.engine.rank
         if isinstance(value, str) and value == "auto":
             return tuple(row[rank] for row in exchanged(self.engine, list(parts)))
-        sizes = self._sizes(argument, value, auto=True)
-        if sizes[rank] != parts[rank]:
-            raise self.error(argument, f"{parts[rank]} at position {rank}, the size of the block that this rank keeps")
-        return sizes
+        return self._sizes(argument, value, own=parts[rank])
 
-    def _sizes(self, argument: str, value: Any, auto: bool = False) -> tuple[int, ...]:
-        n = self.engine.size
-        either = ', "auto" or None' if auto else " or None"
+    def _sizes(self, argument: str, value: Any, own: int | None = None) -> tuple[int, ...]:
+        """Return a list of one size per rank; `own`: this rank's, where "auto" could ask for it."""
+        n, rank = self.engine.size, self.engine.rank
         if isinstance(value, str) or not isinstance(value, Sequence):
+            either = " or None" if own is None else ', "auto" or None'
             raise self.error(argument, f"a list of {n} sizes, one per rank{either}")
         sizes = tuple(expect.integer(self.name, argument, v) for v in value)
-        if len(sizes) != n:
-            raise self.error(argument, f"{n} sizes, one per rank")
-        if any(size < 0 for size in sizes):
-            raise self.error(argument, "sizes of zero or more")
+        if len(sizes) != n or any(size < 0 for size in sizes):
+            raise self.error(argument, f"{n} sizes of zero or more, one per rank")
+        if own is not None and sizes[rank] != own:
+            remedy = f'{argument}="auto" asks every rank for its size'
+            raise self.error(argument, f"{own} at position {rank}, the size of this rank's block", remedy)
         return sizes
 
     def _refuse_tensors(self, argument: str) -> None:
@@ -302,7 +286,3 @@ class Call:
             x = "torch.cat(xs)" if listed and self.name in ("reduce_scatter", "all_to_all", "scatter") else "x"
             remedy = f"{self.name} takes no output list: y = dc.{self.name}({x})"
             raise TypeError(message(self.name, argument, type(value).__name__, "no tensors", remedy))
-
-
-def _wider(x: Tensor) -> str:
-    return "x.to(torch.float32)" if x.is_floating_point() else "x.to(torch.int64)"

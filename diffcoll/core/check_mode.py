@@ -21,15 +21,15 @@ from diffcoll.engines.rank_state import THREAD
 
 
 class _State:
-    """Whether check mode is on, and the groups that were compared within the innermost block, in order of first use.
+    """Whether check mode is on, and the groups that were compared within the innermost block.
 
-    At the end of a block the ranks compare in that order again, so ranks that are in several groups cannot deadlock.
-    The value is True if the last comparison in the group has found a difference: then all its ranks know, and it is not
-    compared again.
+    At the end of a block the ranks compare in the order of their first use, so ranks in several groups cannot deadlock.
+    A group whose last comparison has found a difference is not compared again: all its ranks know.
     """
 
     def __init__(self, on: bool) -> None:
         self.on = on
+        #: Whether the last comparison in each group has found a difference.
         self.used: dict[Engine, bool] | None = None
 
 
@@ -39,7 +39,8 @@ def set_in_environment() -> bool:
 
 
 _process = _State(set_in_environment())
-_ever_on = _process.on  # whether check mode was ever on in this process: a fast first test for `is_on`
+#: Whether check mode was ever on in this process: a fast first test for `is_on`.
+ever_on = _process.on
 
 
 class check_mode:
@@ -73,10 +74,10 @@ class check_mode:
 
     def __init__(self, on: bool = True) -> None:
         expect.flag("check_mode", "on", on)
-        global _ever_on
+        global ever_on
         state = _state()
         self._before, state.on = state.on, on
-        _ever_on = _ever_on or on
+        ever_on = ever_on or on
         self._outer: dict[Engine, bool] | None = None
 
     def __enter__(self) -> None:
@@ -131,7 +132,7 @@ def _state() -> _State:
 
 def is_on() -> bool:
     """Whether check mode is on for this rank."""
-    return _ever_on and _state().on
+    return ever_on and _state().on
 
 
 def compares(engine: Engine) -> bool:
@@ -139,25 +140,18 @@ def compares(engine: Engine) -> bool:
     return is_on() and engine.size > 1 and not engine.compiling
 
 
-def compare(
-    engine: Engine,
-    facts: object,
-    text: str | Callable[[], str],
-    name: str = "check mode",
-    origin: Origin | None = None,
-) -> None:
+def compare(engine: Engine, facts: object, text: str | Callable[[], str], origin: Origin | None = None) -> None:
     """Raise on all ranks unless facts are equal on all; text describes this rank's call, in the backward of `origin`.
 
     The group counts as used, for the end of a `with` block.
     """
-    used = _state().used
-    if used is not None:
-        used[engine] = False
+    state = _state()
+    used = {} if state.used is None else state.used
+    used[engine] = False
     try:
-        Control(engine, name, origin).agree(facts, text)
+        Control(engine, origin=origin).agree(facts, text)
     except CollectiveMismatchError:
-        if used is not None:
-            used[engine] = True
+        used[engine] = True
         engine.calls = 0  # on all ranks: one may have made a call that the others have not
         raise
 
@@ -186,7 +180,7 @@ def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -
         cause = error.__cause__ or error
         raise failure(f.name, engine.description, engine.rank, origin, cause, compared=True) from cause
     if f.shared[0]:
-        same_everywhere(engine, x, text())
+        same_everywhere(engine, x, text)
 
 
 def _compare_blocks(f: AllToAll, text: Callable[[], str]) -> None:
@@ -197,26 +191,23 @@ def _compare_blocks(f: AllToAll, text: Callable[[], str]) -> None:
     for r, row in enumerate(rows):
         for s, other in enumerate(rows):
             # Along two dimensions all ranks have the same lists of sizes.
-            differs = row[s] != other[n + r] if same else (row[:n] != other[:n] or row[n:] != other[n:])
-            if differs:
-                sends = f"{row[s]} along dim {f.split_dim} to rank {s}, which expects {other[n + r]}"
-                why = f"rank {r} sends {sends}" if same else f"ranks {r} and {s} have other sizes"
+            if row[s] != other[n + r] if same else row != other:
+                why = f"rank {r} sends other sizes than rank {s} expects"
                 Control(f.engine).refuse(text(), f"the ranks of {f.engine.description} disagree: {why}")
 
 
 @unobserved()
-def same_everywhere(engine: Engine, x: Tensor, text: str) -> None:
+def same_everywhere(engine: Engine, x: Tensor, text: Callable[[], str]) -> None:
     """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
     row = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     xs = Control(engine).gather(row, [x.numel()] * engine.size)
     tolerance = rounding(x.dtype)
-    # PyTorch neither compares nor subtracts all dtypes that it moves; in these two it does, on the CPU.
+    # PyTorch does not compare all dtypes that it moves.
     wide = [t.cpu().to(torch.complex128 if t.is_complex() else torch.float64) for t in xs]
     for r, other in enumerate(wide):
         same = torch.allclose(other, wide[0], rtol=tolerance, atol=tolerance, equal_nan=True)
         if not (same if tolerance else torch.equal(xs[r], xs[0])):
-            largest = (other - wide[0]).abs().max().item()
             raise CollectiveMismatchError(
-                f"{text}: declared replicated, but it differs by {largest:.3g} between rank 0 and rank {r}; "
+                f"{text()}: declared replicated, but it differs between rank 0 and rank {r}; "
                 'pass grad_placement="partial" if each rank has its own loss'
             )

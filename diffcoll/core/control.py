@@ -39,19 +39,15 @@ class Control:
         if {number for (number,) in self.numbers([mine])} != {mine}:
             self.refuse(text if isinstance(text, str) else text(), f"the ranks of {self._engine.description} disagree:")
 
+    @unobserved()
     def agree_on_each(self, facts: Sequence[str], what: str) -> None:
         """Raise on all ranks, with the first difference, unless these facts, `what` in words, are equal on all."""
-        first = self._first_difference(facts, [count for (count,) in self.numbers([len(facts)])])
-        if first is not None:
-            fact = facts[first] if first < len(facts) else "nothing"
-            self.refuse(fact, f"{self._name}: the ranks' {what} differ; the first difference is at index {first}:")
-
-    @unobserved()
-    def _first_difference(self, facts: Sequence[str], counts: Sequence[int]) -> int | None:
-        """Return the index of the first fact that differs between ranks, which have so many."""
-        mine = self._integers([digest(fact) for fact in facts])
-        of_ranks = zip_longest(*(row.tolist() for row in self.gather(mine, counts)))
-        return next((i for i, of_fact in enumerate(of_ranks) if len(set(of_fact)) > 1), None)
+        counts = [count for (count,) in self.numbers([len(facts)])]
+        rows = self.gather(self._integers([digest(fact) for fact in facts]), counts)
+        for i, of_ranks in enumerate(zip_longest(*(row.tolist() for row in rows))):
+            if len(set(of_ranks)) > 1:
+                fact = facts[i] if i < len(facts) else "nothing"
+                self.refuse(fact, f"{self._name}: the ranks' {what} differ; the first difference is at index {i}:")
 
     @unobserved()
     def refuse(self, text: str, why: str) -> NoReturn:

@@ -16,19 +16,16 @@ import torch
 
 from diffcoll.core.torch_private.autograd import backward_at_work
 
-#: Folders of the library, of torch and of Python. Installed packages may be below Python's folder, and are users' code.
+#: Folders of the library, of torch and of Python, below which installed packages may be, which are users' code.
 _OURS = tuple(os.path.dirname(str(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(_PYTHON + folder + os.sep for folder in ("site-packages", "dist-packages"))
 #: Prefixes of the file names of generated code: importlib, torch.fx, and decorators of other libraries.
 _GENERATED = ("<frozen ", "<eval_with_key>", "<@beartype", "<attrs generated ", "<decorator-gen")
-#: Modules imported by the `python -c` command that starts a worker process.
-_STARTERS = {"multiprocessing.forkserver", "multiprocessing.spawn", "diffcoll.testing.spawn"}
 #: What ranks whose x differ in size can do.
 UNEVEN = 'blocks of other sizes: all_gather and gather with sizes="auto"'
 #: Why a rank may not have joined a forward call.
 NOT_MADE = f"did not make this call, or its x is of another shape ({UNEVEN})"
-_ORDERS = {2: "second", 3: "third"}
 
 
 class CollectiveFailedError(RuntimeError):
@@ -64,8 +61,8 @@ class Origin:
 
     def __init__(self, name: str, inside: int = 0, frame: FrameType | None = None, number: int = 0) -> None:
         self.name, self.number = name, number
-        self.order = 1  # of the backward for which this is kept
-        self.elsewhere = False  # whether that backward was recorded in another thread than the forward call
+        #: Of the backward for which this is kept, and whether its graph was made in another thread than the forward's.
+        self.order, self.elsewhere = 1, False
         frame = frame or sys._getframe(1 + inside)
         while frame is not None and (_is_inside(frame.f_code.co_filename) or _is_ours(frame.f_globals.get("__name__"))):
             frame = frame.f_back
@@ -78,31 +75,24 @@ class Origin:
 
     @property
     def line(self) -> str:
-        """Return "file:line" of the innermost frame outside this library, torch and the standard library."""
+        """Return "file:line" of the call."""
         code = self._code
         if isinstance(code, str):
             return code
-        if code.co_filename == "<string>" and not _STARTERS.isdisjoint(code.co_names):
-            return "<start of a process>"
         lines = (line for start, end, line in code.co_lines() if start <= self._at < end)
         return f"{code.co_filename}:{next(lines, None) or code.co_firstlineno}"
 
     @property
     def backward(self) -> str:
         """Return words for the backward of this order."""
-        return "backward" if self.order == 1 else f"{_ORDERS.get(self.order, f'{self.order}th')}-order backward"
+        first = {1: "backward", 2: "second-order backward"}
+        return first.get(self.order, f"backward of order {self.order}")
 
-    def of_next_order(self) -> Origin:
-        """Return a copy for the backward of that backward."""
+    def derived(self, order: int, elsewhere: bool = False) -> Origin:
+        """Return a copy for the backward of this order; `elsewhere` stays true in higher ones."""
         following = copy(self)
-        following.order += 1
+        following.order, following.elsewhere = order, self.elsewhere or elsewhere
         return following
-
-    def recorded_elsewhere(self) -> Origin:
-        """Return a copy for a backward whose graph is made in another thread than the forward call's."""
-        marked = copy(self)
-        marked.elsewhere = True
-        return marked
 
 
 @cache
@@ -114,11 +104,8 @@ def _is_inside(file: str) -> bool:
 @cache
 def is_users_file(file: str) -> bool:
     """Whether this file is neither of the library, torch or the standard library, nor of an installed package."""
-    return not _is_inside(file) and not file.startswith(_PYTHON) and not _is_installed(file)
-
-
-def _is_installed(file: str) -> bool:
-    return any(os.sep + folder + os.sep in file for folder in ("site-packages", "dist-packages"))
+    installed = any(os.sep + folder + os.sep in file for folder in ("site-packages", "dist-packages"))
+    return not _is_inside(file) and not file.startswith(_PYTHON) and not installed
 
 
 @cache

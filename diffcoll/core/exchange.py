@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from diffcoll.core.control import digest
 from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.maps import AllGather
 from diffcoll.core.rules import apply
-from diffcoll.core.torch_private.tracing import integers
 from diffcoll.engines.engine import Engine
 
 
@@ -20,30 +19,34 @@ def exchanged(engine: Engine, numbers: Sequence[int]) -> list[list[int]]:
     if not engine.compiling:
         engine = engine.control()
     mine = torch.tensor(numbers, dtype=torch.int64, device=engine.control_device)
-    n, flat = len(numbers), integers(apply(AllGather(engine, 0), mine))
+    n, flat = len(numbers), apply(AllGather(engine, 0), mine).tolist()
     return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 
-def sizes_of_ranks(name: str, engine: Engine, blocks: Sequence[tuple[Tensor, int]]) -> list[tuple[int, ...]]:
-    """Return the sizes of all ranks' blocks, for each block of this rank along its dimension; in one message.
+def exchanged_alike(what: str, engine: Engine, facts: Callable[[], str], numbers: Sequence[int]) -> list[list[int]]:
+    """Return each rank's integers; in the same message the ranks compare facts, which are a property of `what`.
 
     Raises:
-        CollectiveMismatchError: on all ranks, if their blocks differ in dtype or in another dimension. A compiled
-            function cannot compare numbers that it receives, and sends 0.
+        CollectiveMismatchError: on all ranks, if the facts differ. A compiled function cannot compare numbers that it
+            receives, and sends 0.
     """
-    mine = 0 if torch.compiler.is_compiling() else digest(_facts(blocks))
-    rows = exchanged(engine, [mine, *(x.shape[dim] for x, dim in blocks)])
+    mine = 0 if torch.compiler.is_compiling() else digest(facts())
+    rows = exchanged(engine, [mine, *numbers])
     if mine:
         for r, (other, *_) in enumerate(rows):
-            if other not in (0, rows[0][0]) and rows[0][0]:
+            if 0 != other != rows[0][0] != 0:
                 raise CollectiveMismatchError(
-                    f"{name}: x: rank {r} differs from rank 0 in dtype or in a dimension other than that of sizes, "
-                    f'expected the same on all ranks; sizes="auto" serves one dimension (here −1); rank {engine.rank} '
-                    f"has {_facts(blocks)}"
+                    f"{what}: rank {r} differs from rank 0, expected the same paths, dtypes and dimensions other than "
+                    f"that of sizes (here −1) on all ranks; rank {engine.rank} has {facts()}"
                 )
-    return [*zip(*(row[1:] for row in rows), strict=True)]
+    return [row[1:] for row in rows]
 
 
-def _facts(blocks: Sequence[tuple[Tensor, int]]) -> str:
-    """Return what must be equal on all ranks: of each block its dtype, and its shape but for the dimension of sizes."""
-    return "; ".join(f"{x.dtype} {[*x.shape[:dim], -1, *x.shape[dim + 1 :]]}" for x, dim in blocks)
+def sizes_of_ranks(name: str, engine: Engine, blocks: Sequence[tuple[Tensor, int]]) -> list[tuple[int, ...]]:
+    """Return the sizes of all ranks' blocks, for each block of this rank along its dimension; in one message."""
+
+    def facts() -> str:
+        return "; ".join(f"{x.dtype} {[*x.shape[:dim], -1, *x.shape[dim + 1 :]]}" for x, dim in blocks)
+
+    rows = exchanged_alike(f"{name}: x", engine, facts, [x.shape[dim] for x, dim in blocks])
+    return [*zip(*rows, strict=True)]

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from diffcoll.core.errors import message
 
-#: Types of groups, which torch.distributed takes by position too.
-_GROUPS = ("ProcessGroup", "DeviceMesh", "Comm")
-
 
 def choice(name: str, argument: str, value: object, allowed: Sequence[object], remedy: str = "") -> None:
     """Raise unless the value is one of those allowed."""
@@ -59,9 +56,7 @@ def integer(name: str, argument: str, value: Any, least: int | None = None) -> i
         number = _index(value)
     except TypeError:
         got = type(value).__name__ if least is None else repr(value)
-        is_group = any(each.__name__ in _GROUPS for each in type(value).__mro__)
-        remedy = "groups are passed by keyword: group=…" if is_group else ""
-        raise TypeError(message(name, argument, got, expected, remedy)) from None
+        raise TypeError(message(name, argument, got, expected)) from None
     if least is not None and number < least:
         raise ValueError(message(name, argument, number, expected))
     return number

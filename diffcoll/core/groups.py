@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from diffcoll.core.joint import is_joint
-from diffcoll.core.torch_private.tracing import constant_in_graphs, control_flow, unfaked
+from diffcoll.core.torch_private.autograd import backward_at_work
+from diffcoll.core.torch_private.tracing import constant_in_graphs, unfaked
 from diffcoll.core.torch_private.transforms import carries_tangents, is_differentiating, is_within_transform
 from diffcoll.engines import c10d
 from diffcoll.engines.engine import Engine
@@ -34,13 +35,19 @@ _LAUNCHERS = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 def resolve(group: Any, operation: str) -> Engine:
     """Return the engine of `group` for this rank; errors are prefixed with `operation`."""
     compiling = torch.compiler.is_compiling()
+    simulating = not compiling and bool(outsiders)
+    engine: Engine | None
     if group is None:
-        if not compiling:
+        if simulating or (not compiling and THREAD.refusal):
             refuse_thread(operation)
         me = THREAD.rank
         group = me.default_group if me else _default
     try:
-        engine = _named(group) if compiling else _find(group)
+        if compiling:
+            known = _facts(group)
+            engine = NamedEngine(known) if known else None
+        else:
+            engine = _find(group)
     except ValueError as error:
         raise ValueError(f"{operation}: group: {error}") from None
     if engine is not None:
@@ -50,9 +57,8 @@ def resolve(group: Any, operation: str) -> Engine:
             f"{operation}: group: got {type(group).__name__}, expected None, a torch.distributed.ProcessGroup, "
             "a one-dimensional DeviceMesh or an mpi4py.MPI.Comm; torch.distributed.new_group([…]) makes one"
         )
-    if compiling:
-        return NamedEngine(facts(_solo))
-    _refuse_lonely_launch(operation)
+    if not simulating and _launched():  # simulated ranks set the environment
+        raise _lonely_launch(operation)
     return _solo
 
 
@@ -84,31 +90,31 @@ def _local() -> ModuleType:
 # ── compiled graphs refer to groups by name ──────────────────────────────────────────────────────────────
 
 
-def _named(group: Any) -> Engine | None:
-    facts_of_group = _facts(group)
-    return NamedEngine(facts_of_group) if facts_of_group else None
+def refuse_derivatives(name: str) -> None:
+    """Raise where a collective in a graph would be differentiated in a way that is not in the graph.
+
+    A backward within a region of joint_backward is allowed: its forward was called outside.
+    """
+    if is_joint() and backward_at_work() < 0:
+        raise RuntimeError(
+            f"{name}: in a compiled graph within joint_backward: the chain of its region is not in the graph; call the "
+            "function uncompiled there, or compile the parts without collectives"
+        )
+    if is_differentiating():
+        raise RuntimeError(
+            f"{name}: in a compiled graph within torch.func.grad, vjp, jvp, … or forward_ad: PyTorch has no such rules "
+            "for ops and would drop tangents; compile the function and differentiate it by autograd"
+        )
 
 
 def _facts_of(group: Any) -> Facts | None:
     _refuse_simulated()
-    if operator := control_flow():
-        raise RuntimeError(
-            f"a collective within torch.{operator} cannot be compiled: each rank decides for itself what runs; compute "
-            "the collective before it, on every rank"
-        )
-    if is_joint():
-        raise RuntimeError(
-            "a collective within joint_backward cannot be compiled: the chain of its region is not in the graph; "
-            "compile the parts without collectives"
-        )
-    if is_differentiating():
-        raise RuntimeError(
-            "a collective within torch.func.grad, vjp, jvp, … or forward_ad cannot be compiled: PyTorch has no such "
-            "rules for ops; compile the function and differentiate it by autograd, or leave the transform uncompiled"
-        )
+    refuse_derivatives("a collective")
     engine = _find(unfaked(group))
     if engine is None and group is None:
-        _refuse_lonely_launch("a compiled collective")
+        if _launched():
+            raise _lonely_launch("a compiled collective")
+        engine = _solo
     return facts(engine) if engine else None
 
 
@@ -124,25 +130,18 @@ def key_in_graphs(engine: Engine) -> str:
 def engine_named(key: str) -> Engine:
     """Return this process's engine of the group that a graph names; raise if rank or size have changed."""
     _refuse_simulated()
-    known, _, name = key.partition(" in ")
-    engine = _engine_of_name(name)
-    if engine is None:
-        is_now = "that group is no more" if name != _solo.key else "a group has been set up since"
-    elif key_in_graphs(engine) != key:
-        is_now = f"this process is rank {engine.rank} of {engine.size} in it now"
-    else:
-        return engine
-    raise RuntimeError(
-        f"a graph was compiled or traced for {known} in the group {name!r}, and {is_now}; compile it again, after "
-        "torch.compiler.reset()"
-    )
-
-
-def _engine_of_name(name: str) -> Engine | None:
+    name = key.partition(" in ")[2]
+    engine: Engine | None
     if name == _solo.key:
-        return None if _find(_default) else _solo
-    of_mpi = _mpi().engine_named(name) if "mpi4py.MPI" in sys.modules else None
-    return of_mpi or c10d.engine_named(name)
+        engine = None if _find(_default) else _solo
+    else:
+        engine = (_mpi().engine_named(name) if "mpi4py.MPI" in sys.modules else None) or c10d.engine_named(name)
+    if engine is None or key_in_graphs(engine) != key:
+        raise RuntimeError(
+            f"a graph was compiled or traced for {key!r}, and this process is no longer that rank; compile it again, "
+            "after torch.compiler.reset()"
+        )
+    return engine
 
 
 def _refuse_simulated() -> None:
@@ -151,15 +150,12 @@ def _refuse_simulated() -> None:
         raise RuntimeError(_local().NO_GRAPHS)
 
 
-def _refuse_lonely_launch(operation: str) -> None:
-    if outsiders:  # a thread beside simulated ranks, of which one has set its own environment
-        return
-    if launched := _launched():
-        raise RuntimeError(
-            f"{operation}: {launched} processes were launched, but no group connects them; call "
-            "torch.distributed.init_process_group() first, or name a group, with group=… or "
-            "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
-        )
+def _lonely_launch(operation: str) -> RuntimeError:
+    return RuntimeError(
+        f"{operation}: {_launched()} processes were launched, but no group connects them; call "
+        "torch.distributed.init_process_group() first, or name a group, with group=… or "
+        "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
+    )
 
 
 @cache

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import backward_at_work, is_within_reentrant_checkpoint, unpack_within
-from diffcoll.core.torch_private.transforms import apply_rule, carries_tangents, is_within_transform
+from diffcoll.core.torch_private.transforms import carries_tangents, is_in_dual_level, is_within_transform
 
 
 class _Chain:
@@ -43,6 +43,7 @@ of_thread = _ChainOfThread()
 
 @contextmanager
 def _recording_on(chain: _Chain | None) -> Iterator[None]:
+    """Record on a chain in this backward pass, or outside of any; None: record nothing."""
     before = of_thread.chain, of_thread.backward
     of_thread.chain, of_thread.backward = chain, backward_at_work()
     try:
@@ -91,20 +92,19 @@ class joint_backward:
 
     def __init__(self) -> None:
         self._chain: _Chain | None = None
-        self._outer: tuple[_Chain | None, int] = None, -1
 
     def __enter__(self) -> joint_backward:
         """Start recording collectives."""
-        self._outer = of_thread.chain, of_thread.backward
         self._chain = recording() or _Chain()
-        of_thread.chain, of_thread.backward = self._chain, backward_at_work()
+        self._recording = _recording_on(self._chain)
+        self._recording.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop recording collectives; those recorded so far stay in the region."""
-        of_thread.chain, of_thread.backward = self._outer
+        self._recording.__exit__(None, None, None)
 
     def __call__(self, loss: Tensor) -> Tensor:
         """Return the loss as a function of all collectives of the region so far."""
@@ -127,24 +127,38 @@ def recording() -> _Chain | None:
     return of_thread.chain if of_thread.backward == backward_at_work() else None
 
 
-def record(rule: Any, x: Tensor, *more: Any) -> Tensor:
-    """Return rule.apply(x, *more), called within a region, recorded on its chain."""
-    chain = recording()
-    if chain is None or is_within_transform():
-        return apply_rule(rule, x, *more)
-    if carries_tangents():
-        raise RuntimeError(message("joint_backward", more[0].name, "forward mode", "reverse mode", "leave the region"))
+def run(rule: Any, x: Tensor, f: Any, *more: Any) -> Tensor:
+    """Return rule.apply(x, f, *more), recorded on the chain of a region.
+
+    Function.apply binds its arguments to the signature of forward, which takes as long as a small message. Outside
+    torch.func its base class does the same without that; where nothing records x, as in a first-order backward, forward
+    alone does.
+    """
     y: Tensor
+    if is_within_transform():
+        y = rule.apply(x, f, *more)
+    elif of_thread.chain is not None and (chain := recording()) is not None and _is_recorded(x, f.name):
+        y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), f, *more)  # type: ignore[no-untyped-call]
+    elif x.requires_grad or is_in_dual_level():
+        y = super(Function, rule).apply(x, f, *more)
+    else:
+        y = rule.forward(x, f, *more)
+    return y
+
+
+def _is_recorded(x: Tensor, name: str) -> bool:
+    """Whether a region records a collective of x; raise where it cannot."""
+    if carries_tangents():
+        raise RuntimeError(message("joint_backward", name, "forward mode", "reverse mode", "leave the region"))
     if (x.is_floating_point() or x.is_complex()) and torch.is_grad_enabled():
         if not x.requires_grad:
             unpack_within(_recording_apart)
-        y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), *more)  # type: ignore[no-untyped-call]
-        return y
+        return True
     if is_within_reentrant_checkpoint():
         got, expected = "a reentrant checkpoint within joint_backward", "use_reentrant=False"
         remedy = "a rank that ignores the result of a reentrant one would not make this call again in backward"
-        raise RuntimeError(message(more[0].name, "checkpoint", got, expected, remedy))
-    return apply_rule(rule, x, *more)
+        raise RuntimeError(message(name, "checkpoint", got, expected, remedy))
+    return False
 
 
 def _recording_apart() -> AbstractContextManager[None]:
@@ -157,13 +171,9 @@ def _recording_apart() -> AbstractContextManager[None]:
 
 
 def read_in_checkpoint(ctx: Any) -> None:
-    """Read what `save_in_checkpoint` has saved, so that a checkpoint recomputes; what it recomputes is not recorded.
-
-    A node that has saved nothing may run backward several times without `retain_graph`, as that of a sum.
-    """
-    if ctx.saves:
-        with _recording_on(None):
-            _ = ctx.saved_tensors
+    """Read what `save_in_checkpoint` has saved, so that a checkpoint recomputes; what it recomputes is not recorded."""
+    with _recording_on(None):
+        _ = ctx.saved_tensors
 
 
 class _Link(Function):
@@ -189,6 +199,8 @@ class _Link(Function):
 class _Tie(Function):
     """(loss, token) ↦ loss; the token's gradient is zero."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(loss: Tensor, token: Tensor) -> Tensor:
         return loss.clone()
@@ -204,7 +216,3 @@ class _Tie(Function):
     @staticmethod
     def jvp(ctx: Any, tloss: Tensor, ttoken: Tensor) -> Tensor:
         return tloss
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], loss: Tensor, token: Tensor) -> tuple[Tensor, int]:
-        return _Tie.apply(loss, token), in_dims[0]  # type: ignore[no-untyped-call]

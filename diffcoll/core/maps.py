@@ -14,7 +14,7 @@
 | Permute       | x_src; 0 where none is sent    | Permute, pairs reversed                     |
 | Scan          | Σ_{s≤r} x_s                    | Scan, reversed                              |
 
-Gather and scatter are an AllToAll whose sizes are zero towards all ranks but the root.
+Gather is `AllToAll.to_root`, whose sizes are zero towards all ranks but the root; scatter is its adjoint.
 """
 
 from __future__ import annotations
@@ -26,28 +26,21 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import dataclass_transform, override
+from typing_extensions import override
 
 from diffcoll.core.blocks import blocks_of, cut, join, row_of
 from diffcoll.core.dtypes import wider
 from diffcoll.engines.engine import Engine, Wait, done
 
-M = TypeVar("M")
 Sizes = tuple[int, ...]
 #: Fields whose values may differ from rank to rank.
 PER_RANK = ("engine", "split_sizes", "concat_sizes")
 _DENSE = torch.contiguous_format
 
 
-@dataclass_transform(frozen_default=True, eq_default=False)
-def _map(cls: type[M]) -> type[M]:
-    """Make a class a dataclass that type checkers take to be frozen; a frozen one takes longer to import."""
-    return dataclass(eq=False, repr=False)(cls)
-
-
-@_map
+@dataclass(eq=False, repr=False)  # a frozen one takes longer to import
 class Linear(ABC):
-    """A linear map from all ranks' x to all ranks' y, for the rank of `engine`; never changed.
+    """A linear map from all ranks' x to all ranks' y, for the rank of `engine`; never changed after `named`.
 
     Dimensions are counted from the front. A map does not act on further dimensions of x, so the same object serves
     under vmap, which moves the batch dimension last. `sizes`: of the ranks' blocks along `dim`; (): all are equal.
@@ -141,7 +134,7 @@ def _parts(sizes: Sizes, length: int, n: int) -> Sizes:
 # ── sums ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class AllReduce(Linear):
     """y_r = Σ_s x_s."""
 
@@ -161,7 +154,7 @@ class AllReduce(Linear):
         return SumGradients(self.engine) if self.replicated else self
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class SumGradients(Linear):
     """y_r = x.
 
@@ -185,7 +178,7 @@ class SumGradients(Linear):
         return AllReduce(self.engine, True)
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class Scan(Linear):
     """y_r = Σ_{s≤r} x_s; exclusive: s<r; reverse: s≥r or s>r."""
 
@@ -229,7 +222,7 @@ class Scan(Linear):
 # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class AllGather(Linear):
     """y_r = [x_0 … x_{N−1}], with sizes[s] the size of x_s along dim."""
 
@@ -277,7 +270,7 @@ class AllGather(Linear):
         return (Split if self.replicated else ReduceScatter)(self.engine, self.dim, self.sizes)
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class ReduceScatter(Linear):
     """y_r = (Σ_s x_s)[block r], with sizes[r] the size of block r along dim."""
 
@@ -302,7 +295,7 @@ class ReduceScatter(Linear):
         return AllGather(self.engine, self.dim, self.sizes)
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class Split(Linear):
     """y_r = x[block r], with sizes[r] the size of block r along dim."""
 
@@ -330,7 +323,7 @@ class Split(Linear):
         return AllGather(self.engine, self.dim, self.sizes, True)
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class AllToAll(Linear):
     """y_r = [x_s block r]_s.
 
@@ -343,6 +336,13 @@ class AllToAll(Linear):
     concat_dim: int
     split_sizes: Sizes
     concat_sizes: Sizes
+
+    @classmethod
+    def to_root(cls, engine: Engine, root: int, dim: int, sizes: Sizes) -> AllToAll:
+        """Return the gather of the ranks' blocks, of these sizes along dim, on one rank; its adjoint is the scatter."""
+        n, rank = engine.size, engine.rank
+        sent = tuple(sizes[rank] if s == root else 0 for s in range(n))
+        return cls(engine, dim, dim, sent, sizes if rank == root else (0,) * n)
 
     @override
     def start(self, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
@@ -370,7 +370,7 @@ class AllToAll(Linear):
 # ── from and to one rank ─────────────────────────────────────────────────────────────────────────────────
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class Broadcast(Linear):
     """y_r = x_src."""
 
@@ -392,7 +392,7 @@ class Broadcast(Linear):
         return (Keep if self.replicated else Reduce)(self.engine, self.src)
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class Keep(Linear):
     """y_src = x_src, x replicated; 0 elsewhere: the adjoint of the replicated broadcast."""
 
@@ -414,7 +414,7 @@ class Keep(Linear):
         return Broadcast(self.engine, self.src, replicated=True)
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class Reduce(Linear):
     """y_dst = Σ_s x_s; 0 elsewhere."""
 
@@ -434,7 +434,7 @@ class Reduce(Linear):
         return Broadcast(self.engine, self.dst)
 
 
-@_map
+@dataclass(eq=False, repr=False)
 class Permute(Linear):
     """y_dst = x_src for each pair (src, dst); 0 where none is received."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from diffcoll.core import check_mode
 from diffcoll.core.errors import Origin
 from diffcoll.core.maps import Linear
 from diffcoll.core.torch_private.tensors import is_zero_without_memory
-from diffcoll.core.torch_private.tracing import is_observed, is_profiling, is_tracing, unobserved
+from diffcoll.core.torch_private.tracing import is_observed, is_profiling, is_tracing, is_watched, unobserved
 from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines.devices import current_stream
 from diffcoll.engines.turn import BackendError, Turn
@@ -23,55 +24,61 @@ T = TypeVar("T")
 def move(x: Tensor, f: Linear, origin: Origin | None = None) -> Tensor:
     """Return f(x) of a plain tensor; `origin`: the forward call whose backward this is, if it is one."""
     # Runs several times per training step with cold caches: every Python statement counts (notes/running/engines.md).
-    if is_profiling() or is_observed():
-        return _named(lambda: _moved(x, f, origin), f, origin, x)
-    return _moved(x, f, origin)
+    y: Tensor = _named(lambda: _run(x, f, origin), f, origin, x) if is_watched() else _run(x, f, origin)
+    return y
 
 
-def _moved(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
+def _run(x: Tensor, f: Linear, origin: Origin | None, later: bool = False) -> Any:
+    """Return f(x), or with `later` the function that waits for it; check mode compares the ranks' calls before."""
     if origin is None:
         f.engine.calls += 1
-    if compared := check_mode.is_on():
-        check_mode.compare_moves(f, x, origin, later=False)
+    if compared := check_mode.ever_on and check_mode.is_on():
+        check_mode.compare_moves(f, x, origin, later=later)
     with Turn(f.engine, f.name, origin, compared, f.detail):
-        return _begin(f, x)()
+        wait = _begin(f, x, later)
+        return wait if later else wait()
 
 
-class InFlight:
-    """A map that was started on a plain tensor; calling it, once, waits for the result.
+class Flight:
+    """One application of a map that is started and awaited separately.
 
     It may be dropped without a wait: after an error between start and wait, or by a checkpoint that stops recomputing
     early. Its messages are still in flight and need their memory, so the next call in the group waits for it.
+
+    Args:
+        origin: the forward call whose backward this is, if it is one.
     """
 
-    __slots__ = ("__weakref__", "_f", "_origin", "_wait")
+    __slots__ = ("_f", "_wait", "adjoints", "number", "origin", "tangents")
 
-    def __init__(self, x: Tensor, f: Linear, origin: Origin | None) -> None:
-        self._f, self._origin = f, origin
+    def __init__(self, origin: Origin | None) -> None:
+        self.origin = origin
+        #: Of this call, if it is a forward call.
+        self.number = 0
+        #: Tangents in flight, in the order of the levels of forward mode.
+        self.tangents: deque[Flight] = deque()
+        #: The adjoint in flight, by the number of the backward pass: a hook may run a nested one through this graph.
+        self.adjoints: dict[int, Flight] = {}
         self._wait: Callable[[], Tensor] | None = None
-        _named(lambda: self._start(x), f, origin, x)
 
-    def _start(self, x: Tensor) -> None:
-        f = self._f
-        if self._origin is None:
-            f.engine.calls += 1
-        if compared := check_mode.is_on():
-            check_mode.compare_moves(f, x, self._origin, later=True)
-        with Turn(f.engine, f.name, self._origin, compared, f.detail):
-            wait = _begin(f, x, later=True)
-            self._wait = wait if x.is_cpu else _wait_across_streams(wait, x.device)
+    def start(self, x: Tensor, f: Linear) -> None:
+        """Start f on a plain tensor."""
+        self._f = f
+        wait = _named(lambda: _run(x, f, self.origin, later=True), f, self.origin, x)
+        self._wait = wait if x.is_cpu else _wait_across_streams(wait, x.device)
+        self.number = f.engine.calls
 
-    def __call__(self) -> Tensor:
-        """Wait for f(x)."""
-        if self._wait is None:
-            raise RuntimeError(f"{self._f.name}: an earlier wait() of this call failed; see its error")
-        return _named(self._take, self._f, self._origin, None)
+    def wait(self) -> Tensor:
+        """Wait for f(x), once; what the wait refers to is freed: no collector sees a cycle through C++."""
+        f, wait, self._wait = self._f, self._wait, None
+        if wait is None:
+            raise RuntimeError(f"{f.name}: an earlier wait() of this call failed; see its error")
 
-    def _take(self) -> Tensor:
-        with Turn(self._f.engine, self._f.name, self._origin, check_mode.is_on()):
-            wait, self._wait = self._wait, None
-            assert wait is not None
-            return wait()
+        def awaited() -> Tensor:
+            with Turn(f.engine, f.name, self.origin, check_mode.is_on()):
+                return wait()
+
+        return _named(awaited, f, self.origin, None)
 
     def __del__(self) -> None:
         if self._wait is not None:

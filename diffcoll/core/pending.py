@@ -37,8 +37,8 @@ class Pending(Generic[T]):
         self._name = name
         self._where = "a compiled line" if torch.compiler.is_compiling() else user_line()
         self._wait: Callable[[], T] | None = wait
-        # A checkpoint that recomputes stops at its last saved tensor, which may be before wait().
-        self._must_wait = torch.compiler.is_compiling() or not is_recomputing()
+        # In a graph there is nothing to wait for. A checkpoint that recomputes may stop before wait().
+        self._must_wait = not (torch.compiler.is_compiling() or is_recomputing())
 
     def wait(self) -> T:
         """Wait for the collective and return its result. A second call returns the same object.

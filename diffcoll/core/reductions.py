@@ -46,6 +46,7 @@ Name: TypeAlias = Literal["sum", "mean", "avg", "product", "prod", "max", "min",
 Op: TypeAlias = Name | ReduceOp
 #: How many numbers of all ranks are compared at a time.
 PIECE = 1 << 18
+_DENSE = torch.contiguous_format
 #: A map, the tensor to apply it to, and what is done with its result.
 Steps = tuple[Linear, Tensor, Callable[[Tensor], Tensor] | None]
 
@@ -109,27 +110,42 @@ def spelled(op: Any) -> str | None:
     return SPELLINGS.get(name.lower(), name) if isinstance(name, str) else None
 
 
-def on_all_ranks(reduction: Reduction, x: Tensor, f: AllReduce) -> Steps:
-    """y on every rank; f: the map of the sum, as in the functions below."""
-    if reduction.over is None or f.engine.in_one_graph:
-        return _sum(reduction, x, f)
+def steps(reduction: Reduction, x: Tensor, f: AllReduce | Reduce | ReduceScatter) -> Steps:
+    """Return the steps of a reduction; f is the map of the sum, which has the other arguments."""
+    if reduction.name == "sum" or f.engine.in_one_graph:
+        return f, x, None
+    if reduction.over is None:
+        return _mean(x, f)
+    if isinstance(f, AllReduce):
+        return _on_all_ranks(reduction, x, f)
+    return _on_rank(reduction, x, f) if isinstance(f, Reduce) else _blocks(reduction, x, f)
+
+
+def _mean(x: Tensor, f: AllReduce | Reduce | ReduceScatter) -> Steps:
+    """Σ_s x_s / N; half precisions are added up in the wider dtype, and rounded once."""
+    if f.engine.size == 1:
+        return f, x, None
+    dtype, wide = x.dtype, wider(x.dtype)
+    after = None if wide == dtype else lambda y: y.to(dtype)
+    detail = "mean" if wide == dtype else f"mean of {dtype}"  # check mode sees the dtype that is sent
+    return named(f, f.name, detail), divided(x.to(wide), f.engine.size), after
+
+
+def _on_all_ranks(reduction: Reduction, x: Tensor, f: AllReduce) -> Steps:
+    """y on every rank."""
     engine, replicated = f.engine, f.replicated
-    sizes = even_sizes(x.numel(), engine.size)
     if _in_one_stack(x, engine):
         if replicated or engine.size == 1:
-            return _whole(
-                reduction, x, engine, lambda y: y.clone(memory_format=torch.contiguous_format), ", replicated"
-            )
+            return _whole(reduction, x, engine, lambda y: y.clone(memory_format=_DENSE), ", replicated")
         # Its adjoint adds up the gradients of y before the local derivative: after it, the terms may overflow.
         return _whole(reduction, x, engine, lambda y: apply(SumGradients(engine), y))
+    sizes = even_sizes(x.numel(), engine.size)
     last = AllGather(engine, 0, sizes, replicated)
     return named(last, "all_reduce", reduction.name), _row_block(reduction, x, engine, sizes), lambda y: y.view(x.shape)
 
 
-def on_rank(reduction: Reduction, x: Tensor, f: Reduce) -> Steps:
+def _on_rank(reduction: Reduction, x: Tensor, f: Reduce) -> Steps:
     """y on rank dst, zeros elsewhere."""
-    if reduction.over is None or f.engine.in_one_graph:
-        return _sum(reduction, x, f)
     engine, dst = f.engine, f.dst
     if _in_one_stack(x, engine):
         return _whole(reduction, x, engine, lambda y: apply(Keep(engine, dst), y))
@@ -141,34 +157,15 @@ def on_rank(reduction: Reduction, x: Tensor, f: Reduce) -> Steps:
         return y.view(x.shape)
 
     block = _row_block(reduction, x, engine, sizes)
-    return named(to_root(engine, dst, 0, sizes), "reduce", reduction.name), block, shaped
+    return named(AllToAll.to_root(engine, dst, 0, sizes), "reduce", reduction.name), block, shaped
 
 
-def blocks(reduction: Reduction, x: Tensor, f: ReduceScatter) -> Steps:
+def _blocks(reduction: Reduction, x: Tensor, f: ReduceScatter) -> Steps:
     """Block r of y along dim, on rank r."""
-    if reduction.over is None or f.engine.in_one_graph:
-        return _sum(reduction, x, f)
     n = f.engine.size
     cut = f.sizes or (x.shape[f.dim] // n,) * n
     first = named(AllToAll(f.engine, f.dim + 1, 0, cut, (1,) * n), "reduce_scatter", reduction.name)
-    return first, x.unsqueeze(0), lambda stack: reduction.of(stack).clone(memory_format=torch.contiguous_format)
-
-
-def to_root(engine: Engine, root: int, dim: int, sizes: tuple[int, ...]) -> AllToAll:
-    """Return the map that joins the ranks' blocks, of these sizes along dim, on one rank; its adjoint is scatter."""
-    n, rank = engine.size, engine.rank
-    sent = tuple(sizes[rank] if s == root else 0 for s in range(n))
-    return AllToAll(engine, dim, dim, sent, sizes if rank == root else (0,) * n)
-
-
-def _sum(reduction: Reduction, x: Tensor, f: Linear) -> Steps:
-    """Σ_s x_s, or Σ_s x_s / N; a mean of half precisions is added up in the wider dtype, and rounded once."""
-    if reduction.name == "sum" or f.engine.size == 1 or f.engine.in_one_graph:
-        return f, x, None
-    dtype, wide = x.dtype, wider(x.dtype)
-    after = None if wide == dtype else lambda y: y.to(dtype)
-    detail = "mean" if wide == dtype else f"mean of {dtype}"  # check mode sees the dtype that is sent
-    return named(f, f.name, detail), divided(x.to(wide), f.engine.size), after
+    return first, x.unsqueeze(0), lambda stack: reduction.of(stack).clone(memory_format=_DENSE)
 
 
 def _in_one_stack(x: Tensor, engine: Engine) -> bool:

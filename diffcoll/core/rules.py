@@ -10,7 +10,6 @@ node of the wait and awaited by the node of the start, so communication overlaps
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
@@ -21,48 +20,55 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll.core.errors import Origin
-from diffcoll.core.joint import of_thread, read_in_checkpoint, record
+from diffcoll.core.joint import read_in_checkpoint, run
 from diffcoll.core.maps import Linear
-from diffcoll.core.moves import InFlight, move
+from diffcoll.core.moves import Flight, move
 from diffcoll.core.torch_private.autograd import backward_at_work, save_in_checkpoint
 from diffcoll.core.torch_private.tracing import untraced
-from diffcoll.core.torch_private.transforms import apply_rule, batch_last, is_batched_by_autograd
+from diffcoll.core.torch_private.transforms import is_batched_by_autograd
 
 
 def apply(f: Linear, x: Tensor) -> Tensor:
     """Return f(x), differentiable to any order and in both modes; in a graph that is compiled, as one op."""
-    return _compiled().apply(f, x) if f.engine.compiling else _run(_Apply, x, f, None)
+    return _in_graph(f, x) if f.engine.compiling else run(_Apply, x, f, None)
 
 
 def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
     """Start f on x; the returned function, to be called once, waits for f(x), differentiable as `apply` is."""
     if f.engine.compiling:
-        wait: Callable[[], Tensor] = _compiled().start(f, x)
-        return wait
+        y = _in_graph(f, x)
+        return lambda: y
     flight = Flight(None)
-    return _Awaited(_run(_Start, x, f, flight), f, flight)
+    return partial(_awaited, run(_Start, x, f, flight), f, flight)
 
 
-def _run(rule: Any, x: Tensor, *more: Any) -> Tensor:
-    """Return rule.apply(x, *more), which a region of joint_backward records."""
-    return apply_rule(rule, x, *more) if of_thread.chain is None else record(rule, x, *more)
+def _in_graph(f: Linear, x: Tensor) -> Tensor:
+    from diffcoll.core import compiled  # takes time to import
+
+    return compiled.apply(f, x)
 
 
-def _compiled() -> Any:
-    """Import the ops, which takes time."""
-    from diffcoll.core import compiled
+@partial(
+    untraced,
+    reason="eager code started the collective; call wait() before the compiled function, or compile without fullgraph",
+)
+def _awaited(empty: Tensor, f: Linear, flight: Flight) -> Tensor:
+    return run(_Wait, empty, f, flight)
 
-    return compiled
 
-
-def _of_backward(ctx: Any, gy: Tensor) -> Origin:
-    """Return what names a backward; raise if it cannot be run, or ranks may run it in different orders.
+def _received(ctx: Any, gy: Tensor) -> tuple[Tensor, Origin]:
+    """Return the gradient that a node has received, and what names its backward.
 
     Autograd runs nodes in the order of their numbers, which count the nodes of the thread that makes them. A backward
     with create_graph in autograd's own thread (that of an accelerator) makes nodes that are numbered by it, and ranks
     may have made unequal numbers of others there before.
+
+    Raises:
+        RuntimeError: this backward cannot be run, or ranks may run it in different orders.
     """
     origin: Origin = ctx.origin
+    if ctx.saves:
+        read_in_checkpoint(ctx)
     if origin.elsewhere:
         raise RuntimeError(
             f"{origin.name}: {origin.backward}, called at {origin.line}: got a graph that autograd has made in a "
@@ -75,83 +81,46 @@ def _of_backward(ctx: Any, gy: Tensor) -> Origin:
             "expected one; call torch.autograd.grad for each, or torch.func.vmap of torch.func.vjp"
         )
     if torch.is_grad_enabled() and ctx.thread != get_ident() and ctx.f.engine.size > 1:
-        return origin.recorded_elsewhere()
-    return origin
-
-
-def _dense(gy: Tensor) -> Tensor:
-    """Return a gradient that engines can send: that of an embedding may be sparse, on some ranks only."""
-    return gy if gy.layout is torch.strided else gy.to_dense()
+        origin = origin.derived(origin.order, elsewhere=True)
+    # The gradient of an embedding may be sparse, on some ranks only; engines do not send such.
+    return gy if gy.layout is torch.strided else gy.to_dense(), origin
 
 
 class _Apply(Function):
     """y = F x;  gx = F* gy;  ty = F tx.  `origin` is the forward call whose backward this is, if it is one."""
 
-    @staticmethod
-    def forward(x: Tensor, f: Linear, origin: Origin | None) -> Tensor:
-        return move(x, f, origin)
+    forward = staticmethod(move)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor, number: int = 0) -> None:
+        """`number`: of the forward call; 0: it is the group's last one."""
         save_in_checkpoint(ctx)
-        _, ctx.f, origin = inputs
-        ctx.origin = origin.of_next_order() if origin else Origin(ctx.f.name, 2, None, ctx.f.engine.calls)
-        ctx.thread = get_ident()
+        _, f, origin = inputs
+        ctx.f, ctx.thread = f, get_ident()
+        ctx.origin = origin.derived(origin.order + 1) if origin else Origin(f.name, 2, None, number or f.engine.calls)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
-        read_in_checkpoint(ctx)
-        return _run(_Apply, _dense(gy), ctx.f.adjoint, _of_backward(ctx, gy)), None, None
+        gy, origin = _received(ctx, gy)
+        return run(_Apply, gy, ctx.f.adjoint, origin), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
-        return _run(_Apply, tx, ctx.f, None)
+        return run(_Apply, tx, ctx.f, None)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, origin: Origin | None
     ) -> tuple[Tensor, int]:
-        return batch_last(_run(_Apply, x.movedim(in_dims[0], -1), f, origin))
+        y = run(_Apply, x.movedim(in_dims[0], -1), f, origin)
+        return y, y.dim() - 1
 
 
 # ── started and awaited separately ───────────────────────────────────────────────────────────────────────
-
-
-class Flight:
-    """One application of a map that is started and awaited separately.
-
-    In the graph it is two nodes, connected by an empty tensor. Its derivatives are again a start and a wait. The
-    tangent is started by `_Start` and awaited by `_Wait`; the adjoint is started by the backward of `_Wait` and awaited
-    by that of `_Start`.
-    """
-
-    __slots__ = ("adjoints", "number", "origin", "tangents", "wait")
-
-    def __init__(self, origin: Origin | None) -> None:
-        #: The forward call whose backward this is, if it is one.
-        self.origin = origin
-        #: Of this call, if it is a forward call.
-        self.number = 0
-        self.wait: Callable[[], Tensor] | None = None
-        #: Tangents in flight, in the order of the levels of forward mode.
-        self.tangents: deque[Flight] = deque()
-        #: The adjoint in flight, by the number of the backward pass: a hook may run a nested one through this graph.
-        self.adjoints: dict[int, Flight] = {}
-
-
-class _Awaited:
-    """The wait of a flight, to be called once; not traced, since what eager code has started cannot be in a graph."""
-
-    def __init__(self, empty: Tensor, f: Linear, flight: Flight) -> None:
-        self._of = empty, f, flight
-
-    @partial(
-        untraced,
-        reason="eager code started the collective; call wait() before the compiled function, or compile without "
-        "fullgraph",
-    )
-    def __call__(self) -> Tensor:
-        return _run(_Wait, *self._of)
+#
+# In the graph a flight is two nodes, connected by an empty tensor. Its derivatives are again a start and a wait. The
+# tangent is started by `_Start` and awaited by `_Wait`; the adjoint is started by the backward of `_Wait` and awaited
+# by that of `_Start`.
 
 
 class _Start(Function):
@@ -159,8 +128,7 @@ class _Start(Function):
 
     @staticmethod
     def forward(x: Tensor, f: Linear, flight: Flight) -> Tensor:
-        flight.wait = InFlight(x, f, flight.origin)
-        flight.number = f.engine.calls
+        flight.start(x, f)
         return x.new_empty(0)
 
     @staticmethod
@@ -176,16 +144,16 @@ class _Start(Function):
                 f"{ctx.origin.name}(async_op=True) at {ctx.origin.line}: backward: got a collective in flight, "
                 "expected one whose wait() was called within the region, on all ranks"
             )
-        return _run(_Wait, gempty, ctx.f.adjoint, adjoint), None, None
+        return run(_Wait, gempty, ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
         ctx.flight.tangents.append(Flight(None))
-        return _run(_Start, tx, ctx.f, ctx.flight.tangents[-1])
+        return run(_Start, tx, ctx.f, ctx.flight.tangents[-1])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, f: Linear, flight: Flight) -> tuple[Tensor, int]:
-        empty = _run(_Start, x.movedim(in_dims[0], -1), f, flight)
+        empty = run(_Start, x.movedim(in_dims[0], -1), f, flight)
         return empty.unsqueeze(1).expand(0, info.batch_size), 1
 
 
@@ -194,30 +162,26 @@ class _Wait(Function):
 
     @staticmethod
     def forward(empty: Tensor, f: Linear, flight: Flight) -> Tensor:
-        assert flight.wait is not None
-        y, flight.wait = flight.wait(), None  # what it refers to is freed: no collector sees a cycle through C++
-        return y
+        return flight.wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Flight], output: Tensor) -> None:
-        save_in_checkpoint(ctx)
-        _, ctx.f, ctx.flight = inputs
-        origin = ctx.flight.origin
-        ctx.origin = origin.of_next_order() if origin else Origin(ctx.f.name, 2, None, ctx.flight.number)
-        ctx.thread = get_ident()
+        empty, f, ctx.flight = inputs
+        _Apply.setup_context(ctx, (empty, f, ctx.flight.origin), output, ctx.flight.number)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
-        read_in_checkpoint(ctx)
-        ctx.flight.adjoints[backward_at_work()] = adjoint = Flight(_of_backward(ctx, gy))
-        return _run(_Start, _dense(gy), ctx.f.adjoint, adjoint), None, None
+        gy, origin = _received(ctx, gy)
+        ctx.flight.adjoints[backward_at_work()] = adjoint = Flight(origin)
+        return run(_Start, gy, ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tempty: Tensor, *_: None) -> Tensor:
-        return _run(_Wait, tempty, ctx.f, ctx.flight.tangents.popleft())
+        return run(_Wait, tempty, ctx.f, ctx.flight.tangents.popleft())
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int, None, None], empty: Tensor, f: Linear, flight: Flight
     ) -> tuple[Tensor, int]:
-        return batch_last(_run(_Wait, empty.sum(in_dims[0]), f, flight))
+        y = run(_Wait, empty.sum(in_dims[0]), f, flight)
+        return y, y.dim() - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from math import prod
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcoll.core.blocks import as_row, concatenated, pieces
+from diffcoll.core.blocks import as_row, pieces
+from diffcoll.core.errors import message
 
 
 def is_tree(x: object) -> bool:
@@ -27,11 +28,25 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     Raises:
         TypeError: the keys of a dict are not all strings or all numbers, which are the same on all ranks.
     """
-    leaves = [leaf for _, leaf in _walk(tree, "")]
+    walked = _walk(tree, "")
 
     def rebuild(others: Sequence[Any]) -> Any:
-        return _rebuilt(tree, iter(others))
+        at = {path: other for (path, _), other in zip(walked, others, strict=True)}
+        return _mapped(lambda path, _: at[path], tree, "")
 
+    return [leaf for _, leaf in walked], rebuild
+
+
+def tensors_of(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
+    """Return what `tree_flatten` does; raise an error of an operation's argument unless all leaves are tensors."""
+    try:
+        leaves, rebuild = tree_flatten(tree)
+    except TypeError as error:
+        raise TypeError(f"{name}: {argument}: {error}") from None
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            at, remedy = f"{argument}{tree_paths(tree)[i]}", "torch.as_tensor(x) makes one"
+            raise TypeError(message(name, at, type(leaf).__name__, "a tensor", remedy))
     return leaves, rebuild
 
 
@@ -42,12 +57,7 @@ def tree_paths(tree: Any) -> list[str]:
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Apply fn to every leaf of a tree of one rank alone: dicts may have any keys, in any order."""
-    if isinstance(tree, dict):
-        return {key: tree_map(fn, each) for key, each in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [tree_map(fn, each) for each in tree]
-        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
-    return fn(tree)
+    return _mapped(lambda _, leaf: fn(leaf), tree, "")
 
 
 def _keys(tree: dict[Any, Any]) -> list[Any]:
@@ -69,22 +79,21 @@ def _walk(tree: Any, path: str) -> list[tuple[str, Any]]:
     return [leaf for entry, child in children for leaf in _walk(child, path + entry)]
 
 
-def _rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Return the tree with these leaves."""
+def _mapped(fn: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
+    """Return the tree with fn(path, leaf) in the place of each leaf."""
     if isinstance(tree, dict):
-        sorted_ = {key: _rebuilt(tree[key], leaves) for key in _keys(tree)}
-        found = {key: sorted_[key] for key in tree}  # in the user's order
+        found = {key: _mapped(fn, each, f"{path}[{key!r}]") for key, each in tree.items()}
         if type(tree) is dict:
             return found
         of_class = copy(tree)
         of_class.update(found)
         return of_class
     if isinstance(tree, (list, tuple)):
-        items = [_rebuilt(each, leaves) for each in tree]
+        items = [_mapped(fn, each, f"{path}[{i}]") for i, each in enumerate(tree)]
         if isinstance(tree, list):
             return items
         return tree._make(items) if hasattr(tree, "_make") else tuple(items)  # a NamedTuple has fields
-    return None if tree is None else next(leaves)
+    return None if tree is None else fn(path, tree)
 
 
 # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -115,20 +124,3 @@ def unpacked(rows: Iterable[tuple[list[int], Tensor]], shapes: Sequence[Sequence
         parts = pieces(row, [prod(shapes[i]) for i in indices])
         found |= {i: part.view(shapes[i]).clone() for i, part in zip(indices, parts, strict=True)}
     return [found[i] for i in range(len(shapes))]
-
-
-def joined(row: Tensor, shapes: Sequence[Sequence[Sequence[int]]], dims: Sequence[int]) -> list[Tensor]:
-    """Return the leaves whose blocks stand in a row: for rank 0 those of all leaves, then for rank 1, and so on.
-
-    Args:
-        row: the gathered row.
-        shapes: of each leaf the shapes of its ranks' blocks.
-        dims: of each leaf the dimension along which its blocks are joined.
-    """
-    n, count = len(shapes[0]), len(shapes)
-    parts = pieces(row, [prod(of_leaf[s]) for s in range(n) for of_leaf in shapes])
-    found = []
-    for k, (of_leaf, dim) in enumerate(zip(shapes, dims, strict=True)):
-        blocks = [part.view(list(shape)) for part, shape in zip(parts[k::count], of_leaf, strict=True)]
-        found.append(concatenated(blocks, dim) if n > 1 else blocks[0].clone())
-    return found

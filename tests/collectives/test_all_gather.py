@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import worked
-from runs import gloo, new_group, runs_on
+from runs import runs_on
 from worked import Example
 
 import diffcoll as dc
@@ -74,29 +74,6 @@ def test_values_and_gradients(example, run, gradients):
     worked.check(example, run, gradients)
 
 
-def test_backward_on_a_subgroup():
-    """torch.distributed.nn.functional.all_gather raises here."""
-
-    def body(r):
-        pair = new_group([1, 2])
-        if r == 0:
-            return None
-        x = torch.tensor(float(r), requires_grad=True)
-        (dc.all_gather(x, group=pair) * torch.tensor([1.0, 2.0]) * r).sum().backward()
-        return x.grad.item()
-
-    assert gloo(body, range(3)) == [None, 3, 6]  # (1 + 2)·1, (1 + 2)·2
-
-
-def test_channels_last_and_negative_dim(run):
-    def body(r):
-        x = torch.arange(16.0).reshape(1, 2, 2, 4).contiguous(memory_format=torch.channels_last) + 100 * r
-        return dc.all_gather(x, dim=-3)
-
-    for y in run(body, range(3)):
-        assert torch.equal(y, torch.cat([torch.arange(16.0).reshape(1, 2, 2, 4) + 100 * r for r in range(3)], 1))
-
-
 @runs_on("truth", "rules")
 def test_other_sizes_without_sizes(run):
     xs = [torch.ones(2), torch.ones(3)]
@@ -104,33 +81,3 @@ def test_other_sizes_without_sizes(run):
         run(dc.all_gather, xs)
     with pytest.raises(ValueError, match="rank 1"):
         dc.truth.all_gather(xs)
-
-
-@runs_on("truth", "rules", "gloo")
-@pytest.mark.parametrize("collective", [dc.all_gather, dc.gather])
-def test_auto_sizes_and_another_trailing_shape(run, collective):
-    """Documents padded to another length on one rank are an error on every rank, also with as many elements.
-
-    Seen in illuin-tech/colpali#278.
-    """
-    others = {
-        "as many elements": torch.zeros(1, 4, 3),
-        "longer": torch.zeros(1, 5, 4),
-        "half": torch.zeros(1, 3, 4).half(),
-    }
-
-    def body(r):
-        refused = []
-        for other in others.values():
-            with pytest.raises(dc.CollectiveMismatchError, match=f"^{collective.__name__}: x: "):
-                collective(torch.arange(12.0).view(1, 3, 4) if r == 0 else other, sizes="auto")
-            refused.append(dc.all_reduce(torch.tensor(r)).item())  # the group works
-        return refused
-
-    assert run(body, range(3)) == [[3] * len(others)] * 3
-
-
-def test_split_is_a_copy():
-    x = torch.arange(4.0)
-    dc.split(x).zero_()
-    assert x.tolist() == [0, 1, 2, 3]

@@ -123,7 +123,8 @@ def sizes_that_are_known_at_run_time_only(x, r):
 
 def mapped(x, r):
     later = torch.func.vmap(lambda x: dc.all_gather(x, async_op=True).wait() * (r + 1), 1, 1)(x)[:2]
-    return (later * torch.func.vmap(partial(dc.all_gather, dim=0), 1)(x.sin())[:, :2].T).sum()
+    weights = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=x.dtype)  # else the sum is that of the transposed results
+    return (weights * later * torch.func.vmap(partial(dc.all_gather, dim=0), 1)(x.sin())[:, :2].T).sum()
 
 
 def traced_python(x, r):
@@ -332,12 +333,13 @@ CALLS = {
 }
 
 
-def loss(x, r, names, order):
-    """The loss of results that are started in one order and waited for in another; every one counts differently."""
-    pending = [CALLS[name][0](x * (0.3 * i + 1), async_op=True) for i, name in enumerate(names)]
+def loss(x, r, names, order=None):
+    """The loss of results of which every one counts differently; with `order`, they are waited for in that."""
+    more = {} if order is None else {"async_op": True}
+    found = [CALLS[name][0](x * (0.3 * i + 1), **more) for i, name in enumerate(names)]
     later = dc.scan(x.sin())
-    waited = {i: CALLS[names[i]][1](pending[i].wait()) for i in order}
-    return sum(((i + 1.0) * (r + 2) * y.cos()).sum() for i, y in waited.items()) + later.sum()
+    ys = {i: CALLS[names[i]][1](found[i].wait() if order else found[i]) for i in order or range(len(names))}
+    return sum(((i + 1.0) * (r + 2) * y.cos()).sum() for i, y in ys.items()) + later.sum()
 
 
 def numbers(r):
@@ -350,19 +352,20 @@ EVERY = pytest.param("gloo", (*CALLS, "sum"), marks=pytest.mark.slow, id="every 
 
 @pytest.mark.parametrize(("backend", "names"), [("gloo", FEW), ("mpi", FEW), EVERY])
 def test_ranks_may_be_compiled_or_not(backend, names):
-    """Waits in another order than calls; eager code starts the adjoints in the reverse order of the waits."""
+    """With `async_op` all ranks are, or none is."""
     order = [7 * i % len(names) for i in range(1, len(names) + 1)]
     ways = [(True, True, True), (True, False, False), (False, True, True), (False, False, False)]
 
     def body(r):
         x = numbers(r)
-        eager = partial(loss, r=r, names=names, order=order)
+        eager = partial(loss, r=r, names=names)
         compiled = one_graph(eager)
-        return [gradient(compiled if which[r] else eager, x) for which in ways]
+        found = [gradient(compiled if which[r] else eager, x) for which in ways]
+        return [gradient(one_graph(partial(eager, order=order)), x), *found]
 
     found = spawned(body, range(3), backend=backend, timeout=280)
     xs = [numbers(r) for r in range(3)]
-    torch.autograd.backward(truth(lambda x, r: loss(x, r, names, order), xs, range(3)))
+    torch.autograd.backward(truth(lambda x, r: loss(x, r, names), xs, range(3)))
     near = 1e-2 if "mean of halves" in names else 1e-5  # a leaf of the tree is float32
     for x, (*mixed, eager) in zip(xs, found, strict=True):
         torch.testing.assert_close(eager, x.grad, rtol=near, atol=near)
@@ -376,8 +379,9 @@ def test_a_pending_crosses_the_boundary_of_a_graph():
         return dc.all_gather(x.sin(), async_op=True), dc.all_reduce([x * 3, x.cos()], async_op=True)
 
     def awaited(gathered, summed, r):
+        z = gathered.wait().square()
         x, y = summed.wait()
-        return ((r + 1.0) * gathered.wait().square()).sum() + (x * y).sum()
+        return ((r + 1.0) * z).sum() + (x * y).sum()
 
     def body(r):
         x = numbers(r)
@@ -390,27 +394,8 @@ def test_a_pending_crosses_the_boundary_of_a_graph():
         with pytest.raises(torch._dynamo.exc.Unsupported):
             one_graph(lambda pending: pending.wait() * 2)(pending)
         pending.wait()
-        gathered, summed = one_graph(started)(x)
-        refusal(RuntimeError, summed.wait()[0].sum().backward)  # gathered was not waited for
-        gathered.wait()
-        assert dc.all_reduce(torch.tensor([r + 1.0])).tolist() == [3.0]
 
     spawn(body, range(2), timeout=200)
-
-
-def test_what_is_started_and_not_waited_for_does_not_block_the_next_call():
-    """As after an error between start and wait: the flight is freed with the ticket in the graph."""
-
-    def body(r):
-        x = torch.tensor([1.0 + r, 2.0])
-        start = one_graph(lambda x: dc.all_reduce(x, async_op=True))
-        with pytest.warns(RuntimeWarning, match="all_reduce"):
-            del start, x
-            x = torch.tensor([1.0 + r, 2.0])
-            one_graph(lambda x: dc.all_reduce(x, async_op=True))(x)
-        return dc.all_reduce(x).tolist()
-
-    assert spawn(body, range(2), timeout=100) == [[3, 4]] * 2
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -477,30 +462,6 @@ def test_wrong_calls_and_transforms_around_a_graph():
         assert all("all_reduce" in text for text in within)
         assert "all_reduce: op: " in op and "broadcast: src: " in src
         assert after == [3, -1]
-
-
-def test_control_flow_is_refused_on_every_rank():
-    """A branch would run the collective on the ranks whose predicate is true."""
-
-    def branch(x):
-        return torch.cond(x.sum() > 2, dc.all_reduce, lambda x: x * 2, (x,))
-
-    def inside(x):
-        return torch.cond(x.sum() > 2, lambda x: dc.all_gather(x)[:2] * x, lambda x: dc.all_gather(x)[2:], (x,))
-
-    def loop(x):
-        return torch.while_loop(lambda x: x.sum() < 9, lambda x: (dc.all_reduce(x) + 1,), (x,))[0]
-
-    def body(r):
-        x = torch.tensor([1.0, 1.0 + r])
-        for program, name in ((branch, "torch.cond"), (inside, "torch.cond"), (loop, "torch.while_loop")):
-            for f in (program, one_graph(program)):
-                assert name in refusal(Exception, f, x)
-        return one_graph(lambda x: torch.cond(x.sum() > 2, torch.sin, torch.cos, (x * r,)) + dc.all_reduce(x))(x)
-
-    for r, y in enumerate(spawn(body, range(2), timeout=200)):
-        x = torch.tensor([1.0, 1.0 + r])
-        same(y, ((x * r).sin() if r else (x * r).cos()) + torch.tensor([2.0, 3.0]))
 
 
 def test_a_graph_refuses_to_run_where_it_would_be_wrong():

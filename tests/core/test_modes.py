@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from runs import gloo, rules
+from runs import gloo, rules, runs_on
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -235,3 +235,25 @@ def test_modes_are_restored_after_an_error():
         torch.ones(2).copy_(torch.ones(2))
     assert ops.seen == ["aten.copy_.default"] and functions.seen == ["copy_"]
     assert not is_observed()
+
+
+class Nothing(TorchDispatchMode):
+    """Sees no message between ranks."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "c10d" not in function.namespace and "gather" not in str(function), function
+        return function(*args, **(kwargs or {}))
+
+
+@runs_on("rules", "gloo", "mpi")
+def test_modes_and_autograd_do_not_see_sizes_and_comparisons(run):
+    def body(r):
+        x = torch.ones(r, 2, requires_grad=True)
+        with dc.check_mode(), Nothing(), torch.autograd.set_detect_anomaly(True, check_nan=True):
+            y = dc.all_gather(x, sizes="auto")
+            (y.sum() * (r + 1)).backward()
+            with torch.inference_mode():
+                dc.all_gather(x, sizes="auto")
+        return y.shape[0], x.grad.tolist()
+
+    assert run(body, range(3)) == [(3, [[6, 6]] * r) for r in range(3)]

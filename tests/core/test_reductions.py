@@ -185,24 +185,12 @@ def test_names_and_reduce_ops(run):
     assert run(body, torch.tensor([3.0, 5.0])) == [expected] * 2
 
 
-@pytest.mark.parametrize("op", ["", "maximum", "amax", "average", "SUM", "PREMUL_SUM", 3, None, max, torch.amax])
-def test_other_ops_are_errors(op):
-    for call in (dc.all_reduce, dc.reduce_scatter, lambda x, op: dc.reduce(x, 0, op)):
-        with pytest.raises((TypeError, ValueError), match="op: got"):
-            call(torch.ones(2), op)
-
-
 @pytest.mark.parametrize("run", [rules, gloo])
-def test_integers_and_bools(run):
+def test_any_and_all(run):
     def body(r):
-        xs = [torch.tensor([r, 2, 3 - r]).to(dtype) for dtype in (torch.uint8, torch.int32, torch.int64)]
-        found = [[dc.all_reduce(x, op) for x in xs] for op in ("sum", "product", "max", "min")]
-        flags = [dc.all_reduce(torch.tensor([r == 1, True]), op).tolist() for op in ("max", "min")]
-        assert [[y.dtype for y in ys] for ys in found] == [[x.dtype for x in xs]] * 4
-        return [[y.tolist() for y in ys] for ys in found], flags
+        return [dc.all_reduce(torch.tensor([r == 1, True]), op).tolist() for op in ("max", "min")]
 
-    each = [[3, 6, 6], [0, 8, 6], [2, 2, 3], [0, 2, 1]]
-    assert run(body, range(3)) == [([[ys] * 3 for ys in each], [[True, True], [False, True]])] * 3
+    assert run(body, range(3)) == [[[True, True], [False, True]]] * 3
 
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ TREES = "tests/core/test_trees.py"
 PENDING = "tests/core/test_pending.py::test_memory_may_change_once_a_collective_has_been_started"
 COMPOSED = "tests/composed"
 WRONG = "tests/test_mistakes.py::test_mistakes"
+AUTO = "tests/test_disagreements.py::test_dimensions_beside_that_of_auto_sizes"
 
 
 def of(name: str) -> str:
@@ -107,8 +108,8 @@ MUTANTS = [
         "scatter all_to_all gloo",
         f"{LAYOUTS} {EXAMPLES}",
     ),
-    of_reduction("to_root", "sizes if rank == root else (0,) * n", "sizes", "gather", of("gather")),
-    of_reduction("to_root", "sizes[rank] if s == root", "sizes[rank] if s == 0", "gather law", of("gather")),
+    of_map("AllToAll.to_root", "sizes if rank == root else (0,) * n", "sizes", "gather"),
+    of_map("AllToAll.to_root", "sizes[rank] if s == root", "sizes[rank] if s == 0", "gather law"),
     Mutant(
         "collectives/gather.py",
         "gather",
@@ -120,24 +121,24 @@ MUTANTS = [
     Mutant(
         "collectives/scatter.py",
         "scatter",
-        "parts[rank] if s == root",
-        "parts[0] if s == root",
+        "root, d, parts)",
+        "root, d, parts[::-1])",
         "scatter sizes",
         of("scatter"),
     ),
     Mutant(
         "collectives/scatter.py",
         "scatter",
-        "x if rank == root else x.narrow(d, 0, 0)",
-        "x if rank == root else x.detach().narrow(d, 0, 0)",
+        "x.narrow(d, 0, 0)",
+        "x.detach().narrow(d, 0, 0)",
         "scatter law",
         of("scatter"),
     ),
     Mutant(
         "collectives/scatter.py",
         "scatter",
-        "d, d, parts if rank == root",
-        "d, d, parts[::-1] if rank == root",
+        "to_root(call.engine, root,",
+        "to_root(call.engine, 0,",
         "scatter",
         of("scatter"),
     ),
@@ -202,34 +203,34 @@ MUTANTS = [
     ),
     of_reduction("", '"max", "ordered"', '"max", "fractions"', "op arguments", f"{WRONG} tests/test_dtypes.py"),
     # the mean: not divided, divided twice; rounded before it is added up
-    of_reduction("_sum", "divided(x.to(wide), f.engine.size)", "x.to(wide)", "mean law", of("all_reduce")),
+    of_reduction("_mean", "divided(x.to(wide), f.engine.size)", "x.to(wide)", "mean law", of("all_reduce")),
     of_reduction(
-        "_sum",
+        "_mean",
         "divided(x.to(wide), f.engine.size)",
         "divided(x, f.engine.size).to(wide)",
         "mean dtypes",
         f"{REDUCTIONS} tests/test_dtypes.py",
     ),
     of_reduction(
-        "_sum",
-        'reduction.name == "sum" or f.engine.size == 1',
-        'reduction.name == "sum" or f.engine.size == 2',
+        "_mean",
+        "if f.engine.size == 1:",
+        "if f.engine.size == 2:",
         "mean",
         of("all_reduce"),
     ),
     # reductions that are not linear: each loss alone, or N times; whole stacks of small tensors, parts of large ones
     of_reduction(
-        "on_all_ranks", "apply(SumGradients(engine), y)", "y.clone()", "max_min law", f"{REDUCTIONS} {PROCESSES}"
+        "_on_all_ranks", "apply(SumGradients(engine), y)", "y.clone()", "max_min law", f"{REDUCTIONS} {PROCESSES}"
     ),
     of_reduction(
-        "on_all_ranks",
+        "_on_all_ranks",
         "if replicated or engine.size == 1:",
         "if engine.size == 1:",
         "op replicate",
         f"{REDUCTIONS} {PROCESSES}",
     ),
     of_reduction(
-        "on_all_ranks",
+        "_on_all_ranks",
         "AllGather(engine, 0, sizes, replicated)",
         "AllGather(engine, 0, sizes, True)",
         "product law",
@@ -242,21 +243,19 @@ MUTANTS = [
         "logsumexp law",
         f"{REDUCTIONS} {PROCESSES}",
     ),
+    of_reduction("_on_all_ranks", "y.clone(memory_format=_DENSE)", "y", "max_min inputs", of("all_reduce")),
     of_reduction(
-        "on_all_ranks", "y.clone(memory_format=torch.contiguous_format)", "y", "max_min inputs", of("all_reduce")
-    ),
-    of_reduction(
-        "blocks",
-        "reduction.of(stack).clone(memory_format=torch.contiguous_format)",
+        "_blocks",
+        "reduction.of(stack).clone(memory_format=_DENSE)",
         "reduction.of(stack)",
         "reduce_scatter inputs",
         of("reduce_scatter"),
     ),
     of_reduction(
-        "on_rank", "to_root(engine, dst, 0, sizes)", "to_root(engine, 0, 0, sizes)", "op reduce", of("reduce")
+        "_on_rank", "to_root(engine, dst, 0, sizes)", "to_root(engine, 0, 0, sizes)", "op reduce", of("reduce")
     ),
-    of_reduction("on_rank", "concatenated([y, y.new_zeros(x.numel())])", "x", "op reduce", of("reduce")),
-    of_reduction("on_rank", "apply(Keep(engine, dst), y)", "y", "reduce max_min", f"{PROCESSES} {REDUCTIONS}"),
+    of_reduction("_on_rank", "concatenated([y, y.new_zeros(x.numel())])", "x", "op reduce", of("reduce")),
+    of_reduction("_on_rank", "apply(Keep(engine, dst), y)", "y", "reduce max_min", f"{PROCESSES} {REDUCTIONS}"),
     # max, min, product, logsumexp: one rank's alone, a wrong function, half precisions not in float32
     of_reduction("", "stack.amax(0)", "stack.max(0).values", "max_min", REDUCTIONS),
     of_reduction("", "stack.amin(0)", "stack.min(0).values", "max_min", REDUCTIONS),
@@ -298,28 +297,28 @@ MUTANTS = [
         of("all_reduce"),
     ),
     # sizes that ranks exchange, and what must be equal then
-    Mutant("core/exchange.py", "_facts", "-1, *x.shape[dim + 1 :]", "-1", "sizes errors", EXAMPLES),
+    Mutant("core/exchange.py", "sizes_of_ranks", "-1, *x.shape[dim + 1 :]", "-1", "sizes errors", AUTO),
     Mutant(
         "core/exchange.py",
-        "sizes_of_ranks",
-        "if other not in (0, rows[0][0]) and rows[0][0]:",
+        "exchanged_alike",
+        "if mine:",
         "if False:",
         "sizes errors",
-        f"{EXAMPLES}/test_all_gather.py",
+        AUTO,
     ),
     Mutant(
         "core/exchange.py",
         "sizes_of_ranks",
-        "*(x.shape[dim] for x, dim in blocks)",
-        "*(len(x) for x, dim in blocks)",
+        "[x.shape[dim] for x, dim in blocks]",
+        "[len(x) for x, dim in blocks]",
         "sizes trees",
         TREES,
     ),
     Mutant(
         "core/exchange.py",
         "sizes_of_ranks",
-        "for row in rows), strict=True)",
-        "for row in rows[::-1]), strict=True)",
+        "zip(*rows, strict=True)",
+        "zip(*rows[::-1], strict=True)",
         "sizes",
         of("all_gather"),
     ),
@@ -352,10 +351,10 @@ MUTANTS = [
     ),
     Mutant("core/trees.py", "unpacked", ".clone() for i", " for i", "trees inputs", f"{TREES} {COMPOSED}"),
     Mutant(
-        "core/trees.py",
-        "joined",
-        "for s in range(n) for of_leaf in shapes",
-        "for of_leaf in shapes for s in range(n)",
+        "core/tree_calls.py",
+        "by_blocks.unpack",
+        "for s in range(n) for i in indices",
+        "for i in indices for s in range(n)",
         "trees all_gather",
         TREES,
     ),
@@ -368,7 +367,7 @@ MUTANTS = [
         "trees sizes",
         TREES,
     ),
-    Mutant("core/tree_calls.py", "_leaves", "call.tensor(leaf, ", "(call.engine, ", "trees errors", WRONG),
+    Mutant("core/tree_calls.py", "by_message", "call.tensor(leaf)", "pass", "trees errors", WRONG),
     # dtypes
     Mutant(
         "core/dtypes.py",

@@ -14,15 +14,17 @@ def of(name: str) -> str:
 MUTANTS = [
     # gather_batch: where this rank's rows are; the sum of the ranks' gradients; which trees fit
     Mutant(
-        "composed/leaves.py",
-        "number_of_rows",
+        "composed/gather_batch.py",
+        "_number_of_rows",
         "if len(leaf) != len(leaves[0]):",
         "if len(leaf) < len(leaves[0]):",
         "gather_batch arguments",
         f"{BATCH} {WRONG}",
     ),
-    Mutant("composed/leaves.py", "_facts", "leaf.shape[1:]", "leaf.shape[2:]", "gather_batch errors", BATCH),
-    Mutant("composed/leaves.py", "_facts", "{leaf.dtype} ", "", "gather_batch ring errors", f"{BATCH} {RING}"),
+    Mutant("composed/leaves.py", "lengths_of_ranks", "leaf.shape[1:]", "leaf.shape[2:]", "gather_batch errors", BATCH),
+    Mutant(
+        "composed/leaves.py", "lengths_of_ranks", "{leaf.dtype} ", "", "gather_batch ring errors", f"{BATCH} {RING}"
+    ),
     # ring: whose block it is; sizes of the blocks under way; gradients of received blocks; memory
     Mutant("composed/ring.py", "_blocks", "sum(sizes[(r - i) % n][j]", "sum(sizes[r][j]", "ring sizes", RING),
     Mutant("core/trees.py", "unpacked", ".view(shapes[i]).clone()", ".view(shapes[i])", "ring inputs", RING),
@@ -132,8 +134,8 @@ MUTANTS = [
     Mutant(
         "composed/gather_batch.py",
         "gather_batch",
-        "engine = resolve(group, _NAME)",
-        "engine = resolve(None, _NAME)",
+        "resolve(group, _NAME)",
+        "resolve(None, _NAME)",
         "gather_batch one_group",
         BATCH,
     ),
@@ -156,16 +158,16 @@ MUTANTS = [
     Mutant(
         "composed/gather_batch.py",
         "_padded",
-        "y[tuple(slice(size) for size in x.shape)] = x",
-        "y[tuple(slice(size) for size in x.shape)] = x.detach()",
+        "functional.pad(x, ends",
+        "functional.pad(x.detach(), ends",
         "gather_batch law",
         BATCH,
     ),
     Mutant(
         "composed/gather_batch.py",
         "_mask",
-        "first += rows",
-        "first += 0",
+        "_padded(x, most, False)",
+        "_padded(x, most, True)",
         "gather_batch",
         BATCH,
     ),

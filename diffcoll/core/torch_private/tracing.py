@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -18,8 +17,6 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from diffcoll.core.torch_private.transforms import is_transformed
-
 #: Documented for users, in a module that is private by name.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
@@ -27,15 +24,6 @@ _KEY = torch._C._TorchDispatchModeKey
 _TRACING_MODES = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
 
 T = TypeVar("T")
-
-
-def integers(x: Tensor) -> list[int]:
-    """Return x.tolist() of a 1-d integer tensor, which a torch.func transform may have wrapped."""
-    # torch 2.9 and before: tolist() reads memory, which the transform's wrapper does not have.
-    if not torch.compiler.is_compiling() and is_transformed(x):
-        return [int(n) for n in x.cpu()]
-    numbers: list[int] = x.tolist()
-    return numbers
 
 
 def assume(condition: bool) -> None:
@@ -57,27 +45,6 @@ def is_known(condition: bool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy, which takes 0.3 s
 
     return guard_or_false(condition)
-
-
-def control_flow() -> str:
-    """Return the name of the operator, such as torch.cond, in whose branch or loop Dynamo is tracing; "": none.
-
-    To be called by a function that is constant in graphs. Only Dynamo's tracers tell.
-    """
-    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
-    translating = dynamo and getattr(dynamo.tls, "current_tx", None)
-    tracer = translating and translating.output.current_tracer
-    while tracer:
-        name = str(tracer.source_target).removesuffix("_impl")
-        if name in ("cond", "while_loop", "map", "scan", "associative_scan"):
-            return name
-        tracer = tracer.parent
-    return ""
-
-
-def is_jit_tracing() -> bool:
-    """Whether torch.jit.trace is active; the public torch.jit.is_tracing has no type annotations."""
-    return torch._C._is_tracing()
 
 
 def is_observed() -> bool:
@@ -120,7 +87,7 @@ def is_traced(x: Tensor) -> bool:
 
 def is_tracing() -> bool:
     """Whether operations on every tensor are traced; no public API tells."""
-    return is_jit_tracing() or any(torch._C._get_dispatch_mode(kind) is not None for kind in _TRACING_MODES)
+    return torch._C._is_tracing() or any(torch._C._get_dispatch_mode(kind) is not None for kind in _TRACING_MODES)
 
 
 def constant_in_graphs(function: T) -> T:
@@ -151,6 +118,16 @@ def untraced(function: T, reason: str | None = None) -> T:
 def is_profiling() -> bool:
     """Whether a torch profiler is active; the public calls take longer than a small message."""
     return profiler._is_profiler_enabled
+
+
+def is_watched() -> bool:
+    """Whether `is_observed` or `is_profiling`, in one call."""
+    return bool(
+        profiler._is_profiler_enabled
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._is_tracing()
+    )
 
 
 def unfaked(x: Any) -> Any:

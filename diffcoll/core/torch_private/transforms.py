@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 
-#: Whether a torch.func transform has wrapped x; no public API tells. Simulated ranks in one graph must refuse such
-#: tensors: the levels of a transform belong to one thread.
+#: Whether a torch.func transform has wrapped x; no public API tells. The levels of a transform belong to one thread.
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-
-
 #: Whether `is_grads_batched` of torch.autograd.grad has batched x; its vmap is older than torch.func's.
 is_batched_by_autograd: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+#: Whether code runs within a transform of torch.func, vmap included.
+is_within_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def without_transforms(x: Tensor) -> Tensor:
@@ -35,11 +33,6 @@ def batch_sizes(x: Tensor) -> list[int]:
     return sizes
 
 
-def is_within_transform() -> bool:
-    """Whether code runs within a transform of torch.func, vmap included."""
-    return bool(torch._C._are_functorch_transforms_active())
-
-
 def is_differentiating() -> bool:
     """Whether code runs within torch.func.grad, vjp, jvp and the like, or a level of forward mode.
 
@@ -47,46 +40,17 @@ def is_differentiating() -> bool:
     """
     stack = torch._C._functorch.get_interpreter_stack() or []
     within = any(i.key() != torch._C._functorch.TransformType.Vmap for i in stack)
-    return within or forward_ad._current_level >= 0
+    return within or is_in_dual_level()
 
 
-def apply_rule(rule: Any, x: Tensor, *more: object) -> Tensor:
-    """Return rule.apply(x, *more) of a Function, with less overhead if no torch.func transform is active.
-
-    Function.apply binds its arguments to the signature of forward, which takes as long as a small message. If nothing
-    records x, as in a first-order backward, calling forward alone is equivalent.
-    """
-    y: Tensor
-    if torch._C._are_functorch_transforms_active():
-        y = rule.apply(x, *more)
-    elif x.requires_grad or forward_ad._current_level >= 0:
-        y = super(Function, rule).apply(x, *more)
-    else:
-        y = rule.forward(x, *more)
-    return y
-
-
-def batch_last(y: Tensor) -> tuple[Tensor, int]:
-    """Return the result of a vmap rule, (y, batch dimension), if the batch is y's last dimension.
-
-    The dimension is not -1, because torch 2.9 and before shift a bit by it.
-    """
-    return y, y.dim() - 1
+def is_in_dual_level() -> bool:
+    """Whether code runs within a level of forward mode; no public API tells."""
+    return forward_ad._current_level >= 0
 
 
 def carries_tangents() -> bool:
     """Whether operations propagate tangents: within a level of forward mode, outside jvp rules and inference mode."""
-    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-
-
-def is_plain(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor with memory, neither traced nor batched; a Parameter is not plain either."""
-    return (
-        type(x) is Tensor
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._is_tracing()
-        and not is_batched_by_autograd(x)
-    )
+    return is_in_dual_level() and torch._C._is_fwd_grad_enabled()
 
 
 def is_eager(*xs: Tensor) -> bool:
@@ -94,6 +58,8 @@ def is_eager(*xs: Tensor) -> bool:
 
     Then a Function without rules for vmap and forward mode may be applied, which calls kernels and writes in place.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or is_within_transform() or is_in_dual_level():
         return False
-    return all(is_plain(x.detach() if type(x) is nn.Parameter else x) for x in xs)
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        return False
+    return all(type(x) in (Tensor, nn.Parameter) and not is_batched_by_autograd(x) for x in xs)
