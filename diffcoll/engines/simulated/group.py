@@ -425,7 +425,7 @@ def _warn_in_backward(call: str, y: Tensor) -> None:
     def warn(_: Tensor) -> None:
         warnings.warn(
             f"{call} has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as "
-            "if it had not; diffcoll's collectives have gradients, see notes/why/which-gradient.md",
+            "if it had not; diffcoll's collectives have gradients, see notes/why/law.md",
             LostGradientWarning,
             stacklevel=2,
         )
