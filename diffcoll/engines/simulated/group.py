@@ -393,7 +393,7 @@ class LostGradientWarning(UserWarning):
 def _warn(call: str, _: Tensor) -> None:
     warnings.warn(
         f"{call} has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as "
-        "if it had not; diffcoll's collectives have gradients, see notes/why/which-gradient.md",
+        "if it had not; diffcoll's collectives have gradients, see notes/why/law.md",
         LostGradientWarning,
         stacklevel=2,
     )
