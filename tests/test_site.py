@@ -140,7 +140,7 @@ def test_docstrings_mean_what_they_say(conf, text, escaped):
 
 #: What newcomers look for, the page that answers, and words of its first sentence.
 QUESTIONS = {
-    "releases": ("running/versions", "torch 2.9 or later"),
+    "releases": ("running/versions", "torch 2.11 or later"),
     "CLIP under DDP": ("how-to/clip-under-ddp", "clip_loss"),
     "replicate": ("how-to/replicate", "only if every rank computes the same loss"),
     "tensor parallelism": ("how-to/tensor-parallelism", "sum_gradients"),
@@ -150,7 +150,7 @@ QUESTIONS = {
     "unused parameters": ("how-to/unused-parameters", "With `GradientAverager` nothing has to be said"),
     "hangs": ("how-to/find-a-hang", "DIFFCOLL_CHECK=1"),
     "clipping": ("how-to/clip-gradients", "torch.nn.utils.clip_grad_norm_"),
-    "platforms": ("running/platforms", "Linux"),
+    "platforms": ("running/versions", "Linux"),
     "notebook": ("how-to/notebooks", "simulate"),
     "API reference": ("reference/index", "Every public name has a page"),
     "stability": ("running/stability", "signatures"),

@@ -94,7 +94,7 @@ def as_it_is(model, batch, update):
 def test_factors(averager):
     found = [factors(as_it_is, steps, averager=averager) for steps in (1, 2)]
     assert [{str(int(factor)) for factor in each} for each in found] == [
-        {cell} for cell in row_of_the_table("[Fabric](fabric.md)")[:2]
+        {cell} for cell in row_of_the_table("[Fabric](lightning.md#fabric)")[:2]
     ]
 
 
