@@ -20,9 +20,7 @@ from diffcoll.testing.cases import Case
 
 ROOT = Path(diffcoll.__file__).parent.parent
 NOTE, INTERNALS = ROOT / "notes" / "running" / "costs.md", ROOT / "benchmarks" / "README.md"
-CALLS_HEAD = (
-    "| call | direction | stages | rounds | messages | bytes | copied and summed |\n|---|---|---|---|---|---|---|\n"
-)
+CALLS_HEAD = "| bytes sent | forward | backward |\n|---|---|---|\n"
 STAGES_HEAD = "| stage | carried out by | rounds | messages | bytes |\n|---|---|---|---|---|\n"
 
 OPS = tuple(REDUCTIONS)
@@ -144,14 +142,8 @@ def table_of_calls():
     lines = []
     for row in costs.ROWS:
         name = f"`{row.collective}`" + (f": {row.which}" if row.which else "")
-        directions = {"forward": row.forward, "backward": row.backward, "backward, replicated": row.replicated}
-        if row.forward == row.backward and row.replicated is None:
-            directions = {"forward, backward": row.forward}
-        for direction, stages in directions.items():
-            if stages is not None:
-                said = ", ".join(f"{stage} of {size}" if size else stage for stage, size in stages) or "–"
-                lines.append(f"| {name} | {direction} | {said} | {cells(costs.total(stages))} |\n")
-                name = ""
+        sent = [costs.text(costs.total(stages).nbytes) for stages in (row.forward, row.backward)]
+        lines.append(f"| {name} | {' | '.join(sent)} |\n")
     return CALLS_HEAD + "".join(lines)
 
 
