@@ -4,17 +4,3 @@
 
 Not installed; run in a checkout. README.md explains the tables.
 """
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    from benchmarks.arguments import checked
-
-    options = checked(arguments)
-    from benchmarks.bench import run
-
-    return run(options)

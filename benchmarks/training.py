@@ -7,12 +7,10 @@ there. It checks nothing, and knows no buckets, accumulation or unused parameter
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
 
 import torch
 import torch.distributed as dist
@@ -21,10 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll
-from benchmarks.beside_mpi import gloo_beside_mpi, on_ranks
-from benchmarks.counting import memory_of_process
+from benchmarks.measuring import ON_GLOO, OURS, Bench, Step, Steps, peak
 
-Step = Callable[[], object]
 #: The call of a model, and its backward with the reduction of the gradients.
 System = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], object]]
 
@@ -62,7 +58,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "transformer": (_transformer, (8, 32, 256)),
 }
 
-LOCAL, FLOOR, OURS, OURS_ON_MPI = "local", "a hook that counts", "diffcoll", "diffcoll on MPI"
+LOCAL, FLOOR = "local", "a hook that counts"
+OURS_ON_GLOO = OURS + ON_GLOO
 SYSTEMS: dict[str, Callable[[nn.Module], System]] = {
     LOCAL: lambda model: (model, Tensor.backward),
     "DDP": lambda model: (DistributedDataParallel(model), Tensor.backward),
@@ -71,8 +68,8 @@ SYSTEMS: dict[str, Callable[[nn.Module], System]] = {
         Tensor.backward,
     ),
     FLOOR: lambda model: _counting(model),
-    OURS: lambda model: (model, diffcoll.GradientAverager(model, group=dist.group.WORLD).backward),
-    OURS_ON_MPI: lambda model: (model, diffcoll.GradientAverager(model).backward),
+    OURS: lambda model: (model, diffcoll.GradientAverager(model).backward),
+    OURS_ON_GLOO: lambda model: (model, diffcoll.GradientAverager(model, group=dist.group.WORLD).backward),
 }
 
 
@@ -108,49 +105,34 @@ def _step(make: Callable[[], nn.Module], shape: tuple[int, ...], system: str, ra
     return step
 
 
-def _steps(make: Callable[[], nn.Module], shape: tuple[int, ...], systems: list[str], rank: int) -> dict[str, Step]:
-    return {system: _step(make, shape, system, rank) for system in systems}
+def _steps(model: str, systems: list[str], rank: int) -> Steps:
+    return {system: _step(*MODELS[model], system, rank) for system in systems}
 
 
-def memory(model: str, system: str, n: int, engine: str) -> float:
-    """Return the largest peak memory of any process during its steps, in MB above that before the model was built."""
-    make, shape = MODELS[model]
-
-    def body(rank: int) -> float:
-        if engine == "mpi":
-            gloo_beside_mpi()
-        _step(lambda: nn.Linear(1, 1), (1, 1), LOCAL, rank)()  # PyTorch loads libraries at the first step
-        before: float = memory_of_process("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
-        step = _step(make, shape, system, rank)
-        for _ in range(5):
-            step()
-        return (memory_of_process("VmHWM") - before) / 2**20
-
-    return max(on_ranks(engine, body, n, timeout=120))
+def _peak(model: str, system: str, rank: int) -> float:
+    return peak(partial(_steps, model, [system]), system, rank)
 
 
-def table(n: int, rounds: int, engine: str, times: Callable[..., Any]) -> Table:
+def table(bench: Bench) -> Table:
     """A row for each model and system, and the geometric means of the ratios to the faster DDP."""
-    systems = [s for s in SYSTEMS if s != OURS_ON_MPI or engine == "mpi"]
-    grid = Table(title=f"one training step, float32, N = {n}: median ms; on gloo unless the row says MPI")
-    columns = ("model", "system", "ms", "ratio to the faster DDP", "exposed communication, ms", "peak memory, MB")
-    for column in columns:
-        grid.add_column(column)
-    ratios: dict[str, list[float]] = {OURS: [], OURS_ON_MPI: []}
+    systems = [s for s in SYSTEMS if s != OURS_ON_GLOO or bench.engine == "mpi"]
+    grid = Table(
+        *("model", "system", "ms", "ratio to the faster DDP", "exposed communication, ms", "peak memory of a step, MB"),
+        title=f"one training step, float32: {bench.title}",
+    )
+    ratios: dict[str, list[float]] = {OURS: [], OURS_ON_GLOO: []}
     for model in MODELS:
-        make, shape = MODELS[model]
-        found = times(partial(_steps, make, shape, systems), rounds)  # systems take turns in one run
+        times = bench.times(partial(_steps, model, systems), bench.rounds)
+        found = {name: taken.warm for name, taken in times.items()}
         better = min(value for name, value in found.items() if name.startswith("DDP"))
         for name, value in found.items():
             if name in ratios:
                 ratios[name].append(value / better)
             exposed = "" if name == LOCAL else f"{value - found[LOCAL]:.1f}"
-            peak = f"{memory(model, name, n, engine):.0f}"
-            grid.add_row(model, name, f"{value:.1f}", f"{value / better:.2f}×", exposed, peak)
+            memory = max(bench.on_ranks(partial(_peak, model, name))) / 2**20
+            grid.add_row(model, name, f"{value:.1f}", f"{value / better:.2f}×", exposed, f"{memory:.0f}")
         grid.add_section()
     for name, values in ratios.items():
         if values:
-            mean = math.exp(sum(map(math.log, values)) / len(values))
-            grid.add_row("geometric mean", name, "", f"{mean:.2f}×", "", "")
+            grid.add_row("geometric mean", name, "", f"{geometric_mean(values):.2f}×", "", "")
     return grid

@@ -1,60 +1,85 @@
 """`python -m benchmarks`: what it prints, and the JSON file; times are not asserted."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import bench, main, training
-from benchmarks.rows import OURS
+from benchmarks import __main__ as benchmarks
+from benchmarks import collectives, losses, training
+from benchmarks.measuring import Times
+from diffcoll.testing import spawn
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional")
 
 
-def test_the_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "SIZES", {"4 B": 1, "4 KB": 1 << 10})
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    """Names of columns in one line."""
+    monkeypatch.setattr(benchmarks, "Console", lambda **options: Console(width=400))
+
+
+def test_collectives(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(collectives, "SIZES", {"4 B": 1, "4 KB": 1 << 10})
     data = tmp_path / "bench.json"
-    assert main(["all_gather", "scan", "--rounds", "1", "--json", str(data)]) == 0
-    printed = capsys.readouterr().out
-    assert "4 B, cold" in printed
-    content = json.loads(data.read_text())
-    assert set(content) == {"schema", "diffcoll", "rows"}
-    assert content["schema"] == 1
-    assert [(row["collective"], row["bytes"]) for row in content["rows"]] == [
-        *(("all_gather", size) for size in (4, 4096)),
-        *(("scan", size) for size in (4, 4096)),
-    ]
-    for row in content["rows"]:
-        keys = ["collective", "op", "bytes", "world_size", "engine", "torch", "systems", "bytes_sent"]
-        assert list(row) == [*keys, "peak_memory_bytes"]
-        assert (row["world_size"], row["engine"], row["op"]) == (2, "torch", None)
-        assert row["bytes_sent"] == row["bytes"] * (2 if row["collective"] == "all_gather" else 1)
-        assert (row["peak_memory_bytes"] is None) == (row["bytes"] == 4)
-        assert row["systems"][OURS]["ratio"] == 1
-        for name, system in row["systems"].items():
-            assert set(system) == {"cold_ms", "warm_ms", "ratio"}
-            assert system["ratio"] == pytest.approx(row["systems"][OURS]["warm_ms"] / system["warm_ms"]), name
-        others = (
-            {"torch.distributed.nn.functional", "a two-line Function"} if row["collective"] == "all_gather" else set()
-        )
-        assert {OURS, *others} <= set(row["systems"])
+    benchmarks.main(["all_gather", "scan", "--rounds", "1", "--json", str(data)])
+    assert "4 B, cold" in capsys.readouterr().out
+    rows = json.loads(data.read_text())
+    assert [(row["call"], row["nbytes"]) for row in rows] == [(c, n) for c in ("all_gather", "scan") for n in (4, 4096)]
+    for row in rows:
+        systems = {"diffcoll", collectives.NN, collectives.FLOOR} if row["call"] == "all_gather" else {"diffcoll"}
+        assert set(row["systems"]) == systems
+        assert all(min(times[key] for key in Times._fields) > 0 for times in row["systems"].values())
+        assert row["bytes_sent"] == row["nbytes"] * (2 if row["call"] == "all_gather" else 1)
+        assert (row["peak_memory"] is None) == (row["nbytes"] == 4)
+
+
+CALLS = {"all_reduce": "mean"} | dict.fromkeys(
+    ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter")
+)
+
+
+def agree(rank):
+    for name, op in CALLS.items():
+        steps = collectives.steps(collectives.case_of(name, op, 4, 2), "torch", rank)
+        for system in {*steps} - {"diffcoll", collectives.SUM}:
+            torch.testing.assert_close(steps[system](), steps["diffcoll"](), msg=f"{name}: {system}")
+        assert collectives.NN in steps
+
+
+def test_all_systems_compute_the_same():
+    spawn(agree, range(2))
+
+
+SMALL = {
+    "clip": partial(losses.clip, rows=8, dims=4, chunk=4),
+    "grad_cache": partial(losses.grad_cache, rows=8, dims=4, layers=2, chunk=4),
+    "vocabulary": partial(losses.vocabulary, tokens=8, words=6, dims=4, chunk=4),
+}
+
+
+def same(rank):
+    for make in SMALL.values():
+        expected, *others = [step() for step in make(rank).values()]
+        for found in others:
+            torch.testing.assert_close(found, expected)
+
+
+def test_all_variants_compute_the_same():
+    spawn(same, range(2))
 
 
 @pytest.mark.parametrize(
     "engine", [pytest.param([], id="gloo"), pytest.param(["--engine", "mpi"], id="mpi", marks=pytest.mark.slow)]
 )
-def test_bench(capsys, monkeypatch, engine):
-    monkeypatch.setattr(bench, "SIZES", {"1 MB": 1 << 18})
-    monkeypatch.setattr(training, "MODELS", {"tiny": (lambda: torch.nn.Linear(3, 3), (2, 3))})
-    whole, ours = training.memory, training.OURS_ON_MPI if engine else training.OURS  # each starts processes
-    monkeypatch.setattr(training, "memory", lambda model, *of: whole(model, *of) if of[0] == ours else 0.0)
-    monkeypatch.setattr(bench, "wide_console", lambda: Console(width=400))  # names of columns in one line
-    names = "all_gather,overlap" if engine else "all_gather,trees,overlap"
-    assert main(["averager", *engine, "--only", names, "--rounds", "2"]) == 0
+def test_ways_to_do_the_same(engine, monkeypatch, capsys):
+    monkeypatch.setattr(training, "MODELS", {"few large": training.MODELS["few large"]})
+    monkeypatch.setattr(benchmarks, "peak", lambda make, name, rank: 0.0)
+    monkeypatch.setattr(training, "peak", lambda make, name, rank: 0.0)
+    benchmarks.main(["averager", "overlap", *engine, "--rounds", "2"])
     printed = capsys.readouterr().out
-    assert ("diffcoll.all_reduce(list)" in printed) == ("trees" in names)
-    assert "async_op=True" in printed
-    assert "DDP, bucket views, static" in printed
+    assert "async_op=True" in printed and "DDP, bucket views, static" in printed
     assert printed.count("geometric mean") == (2 if engine else 1)
-    assert ("diffcoll on MPI" in printed) == ("diffcoll on gloo" in printed) == bool(engine)
-    assert "1 MB" in printed
-    assert "×" in printed
+    assert ("diffcoll on gloo" in printed) == bool(engine)

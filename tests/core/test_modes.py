@@ -249,11 +249,13 @@ class Nothing(TorchDispatchMode):
 def test_modes_and_autograd_do_not_see_sizes_and_comparisons(run):
     def body(r):
         x = torch.ones(r, 2, requires_grad=True)
-        with dc.check_mode(), Nothing(), torch.autograd.set_detect_anomaly(True, check_nan=True):
+        torch.autograd.set_detect_anomaly(True, check_nan=True)  # of the process, which simulated ranks share
+        with dc.check_mode(), Nothing():
             y = dc.all_gather(x, sizes="auto")
             (y.sum() * (r + 1)).backward()
             with torch.inference_mode():
                 dc.all_gather(x, sizes="auto")
+        torch.autograd.set_detect_anomaly(False)
         return y.shape[0], x.grad.tolist()
 
     assert run(body, range(3)) == [(3, [[6, 6]] * r) for r in range(3)]

@@ -129,9 +129,9 @@ MUTANTS = [
     ),
     Mutant(
         "engines/engine.py",
-        "Engine.all_reduce_in_one_round",
+        "Engine.all_reduce",
         "self.scratch.take(self.size * y.numel(), like=y)",
-        "self.scratch.take(self.size * y.numel(), like=y)\n        self.scratch.give(memory)",
+        "self.scratch.take(self.size * y.numel(), like=y)\n            self.scratch.give(memory)",
         "async_op gloo",
         f"{LAWS} gloo-3",
     ),
