@@ -36,7 +36,7 @@ MODULES = {
 }
 #: The pages of the first page's contents, in order. A folder's pages are below its README, in the order of its links.
 CONTENTS = ["start/README", "how-to/README", "symptoms", "training/README", "with/README", "collectives/README"]
-CONTENTS += ["running/README", "why/README", "glossary", "reference/index"]
+CONTENTS += ["running/README", "why/README", "glossary", "reference", "reference/index"]
 
 project, author = "diffcoll", "the diffcoll developers"
 version = release = diffcoll.__version__
@@ -175,6 +175,15 @@ def _write(path: Path, lines: list[str]) -> None:
 _GROUP = re.compile(r"^### (I .*)\n\n\| question \| answer \|\n\|---\|---\|\n((?:\|.*\n)+)", re.MULTILINE)
 
 
+def add_first_screen(app: Any, name: str, source: list[str]) -> None:
+    """Begin the first page as the README does."""
+    if name == root_doc:
+        readme = (HERE.parent / "README.md").read_text(encoding="utf-8")
+        screen = readme.partition("\n## Where to go")[0].replace("](notes/", "](")
+        index = source[0].partition("\n\n")[2].partition("\n\n")[2]  # without its title and first paragraph
+        source[0] = f"{screen}\n## All pages\n\n{index}"
+
+
 def add_cards(app: Any, name: str, source: list[str]) -> None:
     """Put a card for each reader on the first page; it leads to the questions that readers of that kind have."""
     if name == root_doc:
@@ -252,6 +261,7 @@ def redirect(app: Any, error: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", add_first_screen)
     app.connect("source-read", name_files)
     app.connect("source-read", add_cards)
     app.connect("autodoc-process-docstring", escape, priority=400)

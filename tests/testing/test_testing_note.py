@@ -1,4 +1,4 @@
-"""notes/how-to/testing.md and the README show what the example prints; as a program, this writes it to the note."""
+"""notes/how-to/testing.md shows what the example prints; as a program, this writes it to the note."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ import diffcoll
 
 pytest_plugins = ["pytester"]
 ROOT = Path(diffcoll.__file__).parent.parent
-NOTE, README = ROOT / "notes" / "how-to" / "testing.md", ROOT / "README.md"
+NOTE = ROOT / "notes" / "how-to" / "testing.md"
 EXAMPLE = "examples/check_your_loss.py"
 REPORT = re.compile(rf"(?<=^```text\n)\$ python {re.escape(EXAMPLE)}\n.*?(?=^```$)", re.MULTILINE | re.DOTALL)
 
@@ -30,13 +30,6 @@ def test_the_note_shows_what_the_example_prints():
     found = REPORT.search(NOTE.read_text(encoding="utf-8"))
     expected = without_rounding(printed())
     assert found and without_rounding(found[0]) == expected, f"run python {Path(__file__).relative_to(ROOT)}"
-
-
-def test_the_readme_shows_lines_that_the_example_prints():
-    found = REPORT.search(README.read_text(encoding="utf-8"))
-    lines = found[0].splitlines()
-    assert len(lines) > 4
-    assert [line for line in printed().splitlines() if line in lines] == lines
 
 
 def test_the_tests_in_the_note_pass(pytester):
