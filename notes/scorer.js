@@ -9,7 +9,10 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
   score: ([page, , , , score]) => {
-    if (/README|reports|changes/.test(page)) return score - 3;
-    return score + (/^(how-to|with|running)\//.test(page) && !/testing|recipes|migrating/.test(page) ? 3 : 0);
+    if (/README|changes|examples|truth|running\/gpu/.test(page)) return score - 6;
+    if (/^start/.test(page)) return score - 3;
+    if (/testing/.test(page)) return score + 1;
+    if (/recipes|migrating/.test(page)) return score + 2.5;
+    return score + ({ "how-to": 4, with: 3, running: 3, training: 2 }[page.split("/")[0]] || 0);
   },
 };
