@@ -90,7 +90,7 @@ def test_large_tensors(run, op):
 
     def body(r):
         generator = torch.Generator().manual_seed(r)
-        x = torch.randn(150_007, generator=generator, dtype=torch.float64).mul(4).round().div(4).requires_grad_()
+        x = torch.randn(300_007, generator=generator, dtype=torch.float64).mul(4).round().div(4).requires_grad_()
         y = dc.all_reduce(x, op)
         at_root = dc.reduce(x, 2, op)
         gs = torch.autograd.grad((r == 1) * (y.mul_(1) * y.detach()).sum(), x)
