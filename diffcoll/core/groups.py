@@ -211,7 +211,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 class set_default_group:
-    """Programs on one group, e.g. MPI: set the group that `group=None` means, until changed or within a `with` block.
+    """Programs on one group, such as MPI: set the group that `group=None` means, until changed or within a block.
 
     >>> import diffcoll as dc
     >>> with dc.set_default_group(None):
