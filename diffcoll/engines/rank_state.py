@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import weakref
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ class _OfThread(threading.local):
 
 THREAD = _OfThread()
 #: While ranks are simulated: the threads that were there before, which are none of them.
-outsiders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+outsiders: set[threading.Thread] = set()
 
 
 class NotARankError(RuntimeError):
