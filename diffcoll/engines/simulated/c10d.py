@@ -35,6 +35,10 @@ from diffcoll.engines.simulated.world import LocalGroup
 
 _MAKER = "_diffcoll_maker"
 _c = torch._C._distributed_c10d
+# DTensor enters FakeTensorMode, which sets a guard of devices in builds for CUDA without a GPU. In torch 2.11 the guard
+# dies with the thread that has set it, and the next one to set it crashes: so this thread sets it, before any rank.
+if torch.version.cuda and not torch.cuda.is_available():
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 def with_groups(fn: Callable[[], Any]) -> Any:
