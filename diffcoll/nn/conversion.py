@@ -118,6 +118,10 @@ class _Subclass(InGroup):
 
     converted_from: type[nn.Module]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the class that it was converted from: this one is made by a function."""
+        return _new, (self.converted_from,), self.__dict__
+
     def forward(self, *args: Any, **more: Any) -> Any:
         """Run the forward of the subclass."""
         calls: list[Any] = []
@@ -133,6 +137,11 @@ class _Subclass(InGroup):
 def _synchronized(kind: type[nn.Module]) -> type[_Subclass]:
     """Return the class that a subclass of batch norm is converted to."""
     return type(f"Sync{kind.__name__}", (_Subclass, kind), {"converted_from": kind})
+
+
+def _new(kind: Any) -> _Subclass:
+    converted = _synchronized(kind)
+    return converted.__new__(converted)
 
 
 class _Synchronizing(TorchFunctionMode):

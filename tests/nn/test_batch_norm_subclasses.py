@@ -1,6 +1,7 @@
 """Subclasses of batch norm with their own forward, converted."""
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -108,6 +109,13 @@ def test_a_forward_that_calls_that_of_its_base_with_more_arguments():
     torch.testing.assert_close(torch.cat([y0, y1]), want)
     assert torch.equal(v0, v1)
     torch.testing.assert_close(v0, whole.running_var)
+
+
+def test_a_converted_model_pickles():
+    net = dc.nn.convert_sync_batchnorm(network())
+    twin = pickle.loads(pickle.dumps(net))
+    torch.testing.assert_close(twin(data(2, 2, 3, 3)), net(data(2, 2, 3, 3)))
+    assert type(twin[1]) is type(net[1]) and type(dc.nn.revert_sync_batchnorm(twin)[1]) is WithActivation
 
 
 def test_a_converted_module_keeps_class_tensors_hooks_and_reverts():
