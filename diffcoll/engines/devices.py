@@ -54,6 +54,11 @@ def is_capturing() -> bool:
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
+def cuda_is_missing() -> bool:
+    """Whether PyTorch is built for CUDA, and this host has no GPU."""
+    return torch.version.cuda is not None and not torch.cuda.is_available()
+
+
 def _module(kind: str) -> Any:
     try:
         return torch.get_device_module(kind)

@@ -27,7 +27,9 @@ import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines.c10d import use
+from diffcoll.engines.devices import cuda_is_missing
 from diffcoll.engines.rank_state import THREAD, refuse_thread
 from diffcoll.engines.simulated.engine import NO_GRAPHS, engine_of
 from diffcoll.engines.simulated.group import SimulatedGroup
@@ -37,7 +39,7 @@ _MAKER = "_diffcoll_maker"
 _c = torch._C._distributed_c10d
 # DTensor enters FakeTensorMode, which sets a guard of devices in builds for CUDA without a GPU. In torch 2.11 the guard
 # dies with the thread that has set it, and the next one to set it crashes: so this thread sets it, before any rank.
-if torch.version.cuda and not torch.cuda.is_available():
+if RELEASE < (2, 12) and cuda_is_missing():
     torch._C._ensureCUDADeviceGuardSet()
 
 
