@@ -1,7 +1,17 @@
-"""What a mutant is, and what mutants must break."""
+"""What a mutant is, how it is written, and what mutants must break.
+
+A file `AREA.diff` has one block for each mutant: where it stands, what it breaks, who is likely to notice; then the
+text that stands there, behind "- ", and the text in its place, behind "+ ". `$NAME = …` shortens arguments of pytest.
+
+    @@ core/rules.py _Apply.backward | law | $TABLE broadcast-2
+    - ctx.f.adjoint
+    + ctx.f
+"""
 
 import ast
+import re
 from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -11,7 +21,7 @@ LIBRARY = ROOT / "diffcoll"
 class Mutant(NamedTuple):
     """One planted defect: in a function of the library, text that stands there once is replaced.
 
-    file: within diffcoll/. function: "name", "Class.name", or "" for the whole file. promise: the names, from
+    file: within diffcoll/. function: "name", "Class.name", or "*" for the whole file. promise: the names, from
     `PROMISES`, of what it breaks, separated by spaces. tests: those likely to notice, as arguments of pytest separated
     by spaces; they run first.
     """
@@ -42,9 +52,25 @@ class Mutant(NamedTuple):
         return before + function.replace(self.old, self.new) + after
 
 
+def mutants_of(path: Path) -> list[Mutant]:
+    """Return the mutants that a file describes."""
+    names: dict[str, str] = {}
+    found = []
+    for block in re.split(r"^(?=@@ |\$)", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        head, *lines = block.splitlines()
+        if head.startswith("$"):
+            name, value = head[1:].split(" = ")
+            names[name] = Template(value).substitute(names)
+        elif head.startswith("@@ "):
+            where, promise, tests = head[3:].split(" | ")
+            old, new = ("\n".join(line[2:] for line in lines if line.startswith(sign)) for sign in "-+")
+            found.append(Mutant(*where.split(), old, new, promise, Template(tests).substitute(names)))
+    return found
+
+
 def _span(text: str, function: str) -> tuple[int, int]:
     """Return where a function, or a class, begins and ends in a file's text."""
-    if not function:
+    if function == "*":
         return 0, len(text)
     nodes: list[ast.stmt] = ast.parse(text).body
     for name in function.split("."):

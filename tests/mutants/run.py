@@ -9,10 +9,8 @@ import argparse
 import collections
 import concurrent.futures
 import hashlib
-import importlib
 import json
 import os
-import pkgutil
 import queue
 import re
 import shlex
@@ -24,8 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import mutants
-from mutants.mutant import ROOT, Mutant
+from mutants.mutant import ROOT, Mutant, mutants_of
 
 RESULTS, TABLE = ROOT / "build" / "mutants.jsonl", ROOT / "build" / "mutants.md"
 #: Seconds of one test, of the tests that a mutant names, and of the suite.
@@ -37,8 +34,7 @@ LIVES, NOT_RUN = "LIVES", "pytest could not run the tests that the mutant names"
 
 def all_mutants() -> list[Mutant]:
     """Return the mutants of every area."""
-    areas = [m.name for m in pkgutil.iter_modules(mutants.__path__) if m.name not in ("mutant", "run")]
-    return [mutant for area in areas for mutant in importlib.import_module(f"mutants.{area}").MUTANTS]
+    return [mutant for path in sorted(Path(__file__).parent.glob("*.diff")) for mutant in mutants_of(path)]
 
 
 def key(mutant: Mutant) -> str:
