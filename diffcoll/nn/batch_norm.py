@@ -206,8 +206,8 @@ def _along(value: Tensor, x: Tensor) -> Tensor:
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
-    """As torch.batch_norm_elemt."""
-    return F.batch_norm(x, mean, invstd.pow(-2), weight, bias, eps=0.0)
+    """As torch.batch_norm_elemt; F.batch_norm of torch 2.11 refuses an eps of 0."""
+    return torch.batch_norm(x, weight, bias, mean, invstd.pow(-2), False, 0.0, 0.0, False)
 
 
 def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ def _elements(
 ) -> Tensor:
     """As torch.batch_norm_backward_elemt: gx."""
     n, scale = counts.sum(), invstd if weight is None else invstd * weight
-    gx = F.batch_norm(x, mean, invstd.pow(-2), -scale * invstd * gxc / n, -scale * gb / n, eps=0.0)
+    gx = _normalized(x, -scale * invstd * gxc / n, -scale * gb / n, mean, invstd, 0.0)
     return gx.addcmul_(g, _along(scale, x))
 
 

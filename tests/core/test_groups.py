@@ -48,7 +48,7 @@ def test_ranks_are_ranks_within_the_group(run):
     assert [alone for _, alone in found] == [None, (0, [([11], 1)] * 6), None]
 
 
-@runs_on("rules", pytest.param("gloo", marks=keeps_orders), "mpi")
+@runs_on(*[pytest.param(name, marks=keeps_orders) for name in ("rules", "gloo")], "mpi")
 def test_the_order_of_ranks_is_that_of_the_list(run):
     """As in MPI; torch.distributed sorts the ranks by default."""
 
