@@ -8,8 +8,6 @@ import inspect
 import io
 import re
 import sys
-import tempfile
-import zlib
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +32,8 @@ MODULES = {
     "diffcoll.testing": "Simulated ranks, processes, and checks of gradients.",
     "diffcoll.truth": "The reference of each collective, in which N ranks live in one autograd graph.",
 }
+#: The functions whose pages have a picture.
+DRAWN = [f"diffcoll.{part}{name}" for part in ("", "truth.") for name in diffcoll.collectives.COLLECTIVES]
 #: The pages of the first page's contents, in order. A folder's pages are below its README, in the order of its links.
 CONTENTS = ["start/README", "how-to/README", "symptoms", "training/README", "with/README", "collectives/README"]
 CONTENTS += ["running/README", "why/README", "glossary", "reference", "reference/index"]
@@ -44,7 +44,6 @@ root_doc = "README"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -53,49 +52,15 @@ extensions = [
 exclude_patterns = ["_build"]
 default_role = "code"
 myst_heading_anchors = 4
-autodoc_typehints = "signature"
+autodoc_typehints = "none"  # one signature, short enough to read; the arguments' own lines say their types
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
-#: Types of our own that have no page: they stand in annotations alone.
-nitpick_ignore_regex = [
-    ("py:class", r"diffcoll\..*|Batch|Dims|Exchange|Group|RankReduction|Reduction|Tree|Tensor|_\w+")
-]
 html_theme = "furo"
 html_title = f"diffcoll {version}"
 html_show_sphinx = html_show_copyright = False
 html_search_scorer = str(HERE / "scorer.js")
-
-
-COLLECTIONS = "Callable", "Iterable", "Iterator", "Mapping", "Sequence"
-#: Names of others that signatures have, and where they are documented: the site is built without a network.
-OTHERS = {
-    "https://docs.python.org/3": {
-        "library/collections.abc.html": [
-            f"collections.abc.{n}" for n in "Callable Iterable Iterator Mapping Sequence".split()
-        ],
-        "library/contextlib.html": ["contextlib.AbstractContextManager"],
-    },
-    "https://docs.pytorch.org/docs/stable": {
-        "tensors.html": ["torch.Tensor"],
-        "tensor_attributes.html": ["torch.dtype", "torch.device"],
-        "generated/torch.nn.Module.html": ["torch.nn.Module", "torch.nn.modules.module.Module"],
-    },
-}
-
-
-def inventory(pages: dict[str, list[str]]) -> str:
-    """Write the inventory of a site, as intersphinx would load it, to a file; return its path."""
-    anchors = {"torch.nn.modules.module.Module": "torch.nn.Module"}
-    lines = [f"{name} py:class 1 {page}#{anchors.get(name, name)} -" for page, names in pages.items() for name in names]
-    head = "# Sphinx inventory version 2\n# Project: other\n# Version: \n# The rest is compressed with zlib.\n"
-    with tempfile.NamedTemporaryFile(suffix=".inv", delete=False) as file:
-        file.write(head.encode() + zlib.compress("\n".join([*lines, ""]).encode()))
-    return file.name
-
-
-intersphinx_mapping = {f"other{i}": (site, inventory(pages)) for i, (site, pages) in enumerate(OTHERS.items())}
 
 
 def public(module: ModuleType) -> list[str]:
@@ -137,9 +102,8 @@ def write_reference(app: Any) -> None:
             members = ["   :members:"] if kind == "autoclass" else []
             title = page.rpartition(".")[2]
             lines = [title, "=" * len(title), "", f".. {kind}:: {page}", *members]
-            if name in ("diffcoll", "diffcoll.truth") and title in diffcoll.collectives.COLLECTIVES:
+            if page in DRAWN:
                 _write(REFERENCE / f"{title}.svg", [drawing.picture(title)])
-                lines[3:3] = [f".. image:: {title}.svg", f"   :alt: {title} on two ranks, forward and backward", ""]
             _write(REFERENCE / f"{page}.rst", lines)
     lines = ["Commands", "=" * 20, ""]
     text = re.sub("^", "   ", help_of("verify"), flags=re.MULTILINE)
@@ -244,9 +208,14 @@ def escape(app: Any, what: str, name: str, value: Any, options: Any, lines: list
 
 
 def bring_back(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    """Undo that, after napoleon; make links of the notes that are named."""
+    """Undo that, after napoleon; make links of the notes that are named; draw what a collective does."""
     if what in ("attribute", "property", "data"):
         lines[:] = _whole
+    if name in DRAWN:
+        title = name.rpartition(".")[2]
+        drawn = [f".. image:: {title}.svg", f"   :alt: {title} on two ranks, forward and backward", ""]
+        first = lines.index("") + 1  # after the first sentence
+        lines[first:first] = drawn
     lines[:] = [re.sub(r"notes/([\w/-]+)\.md(#[\w-]+)?", r":doc:`/\1`", line) for line in lines]
 
 
