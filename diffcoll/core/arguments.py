@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -216,20 +217,20 @@ class Call:
 
     def pairs(self, argument: str) -> tuple[tuple[int, int], ...]:
         """Return a list of pairs (src, dst), sorted."""
-        value, n = self.arguments[argument], self.engine.size
+        value, n, integer = self.arguments[argument], self.engine.size, partial(expect.integer, self.name, argument)
         try:
-            ends = [(src, dst) for src, dst in value]
+            pairs = sorted([(integer(src), integer(dst)) for src, dst in value])
         except (TypeError, ValueError):
             expected = "a list of pairs (src, dst) of ranks"
             raise TypeError(message(self.name, argument, repr(value), expected)) from None
-        pairs = sorted(tuple(expect.integer(self.name, argument, rank) for rank in pair) for pair in ends)
-        for end, ranks in (("src", [src for src, _ in pairs]), ("dst", [dst for _, dst in pairs])):
-            if any(not 0 <= rank < n for rank in ranks):
-                raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
-            if len(set(ranks)) < len(ranks):
+        for end, ranks in zip(("src", "dst"), zip(*pairs, strict=True), strict=False):
+            for rank in ranks:
+                if not 0 <= rank < n:
+                    raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
+            if len({*ranks}) < len(ranks):
                 remedy = "send to several ranks with broadcast or several permutes"
                 raise self.error(argument, f"each rank at most once as {end}", remedy)
-        return tuple((src, dst) for src, dst in pairs)
+        return tuple(pairs)
 
     # ── sizes ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -184,9 +184,13 @@ class Scan(Linear):
 
     name: ClassVar[str] = "scan"
     reads_at_once: ClassVar[bool] = True
-    identity_alone: ClassVar[bool] = False
     reverse: bool = False
     exclusive: bool = False
+
+    @property
+    @override
+    def identity_alone(self) -> bool:  # type: ignore[override]
+        return not self.exclusive
 
     @override
     def start(self, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
@@ -340,9 +344,9 @@ class AllToAll(Linear):
     @classmethod
     def to_root(cls, engine: Engine, root: int, dim: int, sizes: Sizes) -> AllToAll:
         """Return the gather of the ranks' blocks, of these sizes along dim, on one rank; its adjoint is the scatter."""
-        n, rank = engine.size, engine.rank
-        sent = tuple(sizes[rank] if s == root else 0 for s in range(n))
-        return cls(engine, dim, dim, sent, sizes if rank == root else (0,) * n)
+        none, rank = (0,) * engine.size, engine.rank
+        sent = (*none[:root], sizes[rank], *none[root + 1 :])
+        return cls(engine, dim, dim, sent, sizes if rank == root else none)
 
     @override
     def start(self, x: Tensor, later: bool = False) -> Callable[[], Tensor]:

@@ -29,12 +29,23 @@ def move(x: Tensor, f: Linear, origin: Origin | None = None) -> Tensor:
 
 
 def _run(x: Tensor, f: Linear, origin: Origin | None, later: bool = False) -> Any:
-    """Return f(x), or with `later` the function that waits for it; check mode compares the ranks' calls before."""
+    """Return f(x), or with `later` the function that waits for it; check mode compares the ranks' calls before.
+
+    The engine gets x with lazy conjugates and negations resolved, and zeros without memory materialised.
+    """
+    engine = f.engine
     if origin is None:
-        f.engine.calls += 1
+        engine.calls += 1
+    if x.is_conj() or x.is_neg() or is_transformed(x):  # both calls unwrap what an ended transform has left
+        x = x.resolve_conj().resolve_neg()
+    elif is_zero_without_memory(x):
+        x = x.clone()
+    if engine.size == 1 and f.identity_alone:
+        y = x.clone(memory_format=torch.contiguous_format)
+        return (lambda: y) if later else y
     if compared := check_mode.ever_on and check_mode.is_on():
         check_mode.compare_moves(f, x, origin, later=later)
-    with Turn(f.engine, f.name, origin, compared, f.detail):
+    with Turn(engine, f.name, origin, compared, f.detail):
         wait = _begin(f, x, later)
         return wait if later else wait()
 
@@ -101,7 +112,7 @@ def _named(step: Callable[[], T], f: Linear, origin: Origin | None, x: Tensor | 
 
 
 def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
-    """Start f on x, with lazy conjugates and negations resolved and zeros without memory materialised, for the engine.
+    """Start f on x, after what was abandoned in the group.
 
     With `later`, x may be modified before the wait: a gradient may share memory with p.grad, which hooks modify. So a
     copy of x is sent, unless the map reads x at once.
@@ -114,13 +125,6 @@ def _begin(f: Linear, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
             pass  # not this call's error: nobody reads the result, and a group that has failed fails again
     if not x.is_cpu:
         engine.connect(x.device)
-    if x.is_conj() or x.is_neg() or is_transformed(x):  # both calls unwrap what an ended transform has left
-        x = x.resolve_conj().resolve_neg()
-    elif is_zero_without_memory(x):
-        x = x.clone()
-    if engine.size == 1 and f.identity_alone:
-        y = x.clone(memory_format=torch.contiguous_format)
-        return lambda: y
     if not later or f.reads_at_once:
         return f.start(x, later)
     memory = engine.scratch.take(x.numel(), like=x)
