@@ -52,9 +52,9 @@ def concluded(matching: Matching, settings: Sequence[Ranks], on: Sequence[str]) 
     notes = dict.fromkeys(note for run in runs if run.setting is not None for note in run.setting.notes)
     notes |= dict.fromkeys(note for run in runs for note in _excused(run))
     tables = tuple(run.table for run in runs)
-    report = Report("assert_matches_single_process", tables, notes=tuple(notes), condition=_condition(runs))
+    report = Report("assert_matches_single_process", tables, notes=tuple(notes))
     if not wrong:
-        return report
+        return replace(report, condition=_condition(runs))
     observed += _of_runs(runs)
     chosen = min(wrong, key=lambda run: (not run.quantities, len(set(run.ranks.rows)) > 1))
     observed += [] if chosen.other is None else [str(chosen.other)]
@@ -63,7 +63,9 @@ def concluded(matching: Matching, settings: Sequence[Ranks], on: Sequence[str]) 
         view = _Wrong(matching, chosen, chosen.setting)
         observed += view.lines()
         cuts = tuple(view.cuts)
-    return replace(report, observed=tuple(dict.fromkeys(observed)), cuts=cuts)
+    by_shape = any(run.quantities and run.setting is not None and run.setting.notes for run in wrong)
+    condition = "if what `shard` makes anew is divided as its shapes say, see the notes" if by_shape else ""
+    return replace(report, observed=tuple(dict.fromkeys(observed)), cuts=cuts, condition=condition)
 
 
 def _attempt(matching: Matching, on: str, ranks: Ranks, keep: bool) -> Run:

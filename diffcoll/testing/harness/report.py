@@ -89,7 +89,7 @@ class Report:
     cuts: tuple[str, ...] = ()
     #: What the check took for granted, or could not judge.
     notes: tuple[str, ...] = ()
-    #: On what condition the gradients are right, such as "once gradients are averaged over dp, …"; "": none.
+    #: On what condition the verdict holds, such as "once gradients are averaged over dp, …"; "": none.
     condition: str = ""
 
     @property
@@ -101,8 +101,8 @@ class Report:
         """Yield the verdict, the tables, the observations, the graph cuts and the notes."""
         right = [table.ok for table in self.tables]
         raised = any(right) and all(table.ok or table.raised for table in self.tables)
-        verdict = "raised an error in some runs" if raised else "WRONG"
-        yield f"{self.title}: {f'right {self.condition}'.rstrip() if all(right) else verdict}"
+        verdict = "right" if all(right) else "raised an error in some runs" if raised else "WRONG"
+        yield f"{self.title}: {verdict} {self.condition}".rstrip()
         for table in self.tables:
             yield from table.lines()
         for title, entries in (("observed", self.observed), ("graph cuts", self.cuts), ("notes", self.notes)):
