@@ -59,8 +59,8 @@ class Row(NamedTuple):
     stack: Literal["0", "1", "N"] = "0"
 
 
-_PARTS = "product, max, min, logsumexp"
-_WHOLE = "the same on gloo and MPI, where N·B is at most 128 KB"
+_PARTS = "other ops"
+_WHOLE = "other ops, small x"
 _EXCLUSIVE: tuple[Stage, ...] = (("permute", "B"), ("scan", "B"))
 _SUMS = "sum, mean"
 

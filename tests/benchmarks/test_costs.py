@@ -110,7 +110,7 @@ def test_what_a_rank_sends_is_at_most_what_the_busiest_sends_or_receives():
 
 
 def test_what_is_small():
-    assert c10d.SMALL["gloo"] == mpi.TOGETHER == 128 << 10  # in the name of a row
+    assert c10d.SMALL["gloo"] == mpi.TOGETHER == 128 << 10  # as the note says
 
 
 def test_every_collective_has_a_row_and_every_stage_a_cost():
@@ -123,12 +123,13 @@ def test_every_collective_has_a_row_and_every_stage_a_cost():
 
 
 def table_of_calls():
-    lines = []
+    """The calls that send the same share a row."""
+    calls = {}
     for row in costs.ROWS:
         name = f"`{row.collective}`" + (f": {row.which}" if row.which else "")
         sent = [costs.text(costs.total(stages).nbytes) for stages in (row.forward, row.backward)]
-        lines.append(f"| {name} | {' | '.join(sent)} |\n")
-    return CALLS_HEAD + "".join(lines)
+        calls.setdefault(" | ".join(sent), []).append(name)
+    return CALLS_HEAD + "".join(f"| {'; '.join(names)} | {sent} |\n" for sent, names in calls.items())
 
 
 def test_the_table_of_the_note():
