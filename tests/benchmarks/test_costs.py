@@ -17,7 +17,7 @@ from diffcoll.engines import c10d, mpi
 from diffcoll.engines.engine import even_sizes
 from diffcoll.testing.cases import Case
 
-ROOT = Path(diffcoll.__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOTE = ROOT / "notes" / "running" / "costs.md"
 CALLS_HEAD = "| bytes sent | forward | backward |\n|---|---|---|\n"
 
