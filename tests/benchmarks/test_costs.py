@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import diffcoll
 from benchmarks import costs
 from benchmarks.collectives import peak_memory
 from benchmarks.counting import bytes_sent, traffic
