@@ -33,16 +33,16 @@ def raises(rank):
 
 
 @row(1, seconds=30, starts_ranks=True)
-def known(rank):
-    rank.on_gpu = True  # parts are known to be wrong on a GPU alone
-    with rank.part("right by now", "it is broken"):
-        rank.check("error", 0, 1)
-    with rank.part("wrong", "it is not written", "no code"):
-        raise NotImplementedError("no code")
-    with rank.part("wrong in another way", "it is not written", "no code"):
-        raise ValueError("other")
+def refuses(rank):
+    rank.on_gpu = True  # goals are checked there
+    with rank.part("as expected"), rank.refused(ValueError, "x"):
+        raise ValueError("x")
+    with rank.part("another text"), rank.refused(ValueError, "x"):
+        raise ValueError("y")
+    with rank.part("nothing"), rank.refused(ValueError):
+        pass
     with rank.part("a time"):
-        rank.goal("ratio", 1.2, 1.1, "it is slow")
+        rank.goal("ratio", 1.2, 1.1)
 
 
 @row(2, seconds=12)
