@@ -16,33 +16,21 @@ def right(rank):
 
 
 @row(2, seconds=30)
-def a_wrong_number(rank):
+def wrong(rank):
+    rank.on_gpu = True  # goals are checked there
     with rank.part("of rank 1"):
         rank.check("error", 2.0 * rank.r, 1.0)
     with rank.part("not a number"):
         rank.check("error", float("nan"), 1.0)
-
-
-@row(2, seconds=30)
-def raises(rank):
-    with rank.part("first"):
-        raise NotImplementedError("first")
-    with rank.part("second"):
-        rank.check("error", 0, 1)
-    raise ValueError("third")
-
-
-@row(1, seconds=30, starts_ranks=True)
-def refuses(rank):
-    rank.on_gpu = True  # goals are checked there
-    with rank.part("as expected"), rank.refused(ValueError, "x"):
-        raise ValueError("x")
-    with rank.part("another text"), rank.refused(ValueError, "x"):
-        raise ValueError("y")
-    with rank.part("nothing"), rank.refused(ValueError):
-        pass
     with rank.part("a time"):
         rank.goal("ratio", 1.2, 1.1)
+    with rank.part("refused"), rank.refused(ValueError, "x"):
+        raise ValueError("x")
+    with rank.part("refused otherwise"), rank.refused(ValueError, "x"):
+        raise ValueError("y")
+    with rank.part("not refused"), rank.refused(ValueError):
+        pass
+    raise NotImplementedError("raised")
 
 
 @row(2, seconds=12)
