@@ -12,7 +12,7 @@ from pytorch_metric_learning.trainers import MetricLossOnly
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from trainings import CLIP, EQUAL, Training, Way, ddp, layers, normal, of_page, sgd
+from trainings import CLIP, EQUAL, ROWS, Training, Way, ddp, layers, normal, of_page, sgd
 
 import diffcoll as dc
 
@@ -38,9 +38,8 @@ LIGHTLY = {
 }
 
 
-def of_views(name, sizes=None):
-    training = Training(encoder, normal(6, 6), lambda model, views, update: LIGHTLY[name](*map(model, views)))
-    return dataclasses.replace(training, sizes=sizes) if sizes else training
+def of_views(name, sizes=ROWS):
+    return Training(encoder, normal(6, 6), lambda model, views, update: LIGHTLY[name](*map(model, views)), sizes)
 
 
 def lightly(name):
