@@ -182,5 +182,5 @@ def test_helpers_of_tests_have_names_of_their_own():
     tests = [path for path in top.glob("tests/**/*.py") if not (path.parent / "__init__.py").exists()]
     paths = [*top.glob("examples/*.py"), *top.glob("notes/*.py"), *tests]
     names = Counter(path.stem for path in paths if path.stem not in ("conftest", "__init__"))
-    assert len(names) > 150
+    assert len(names) > 100
     assert not [name for name, count in names.items() if count > 1]

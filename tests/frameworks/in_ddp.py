@@ -1,6 +1,6 @@
 """DistributedDataParallel takes the mean over ranks; nobody divides by the micro-batches."""
 
-import contextlib
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -8,100 +8,69 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from trainings import TOKENS, Training, pairs, parameters, summed, tokens, undivided
-from variants import Way, loop
+from trainings import TOKENS, Training, Way, ddp, layers, loop, normal, sgd, summed
 
 import diffcoll as dc
-
-
-def ddp(loss=pairs, wrap=None, sync="last", hook=None, **options):
-    """Return a function that trains with DDP around what `wrap` makes of the model."""
-
-    def train(model, updates):
-        wrapped = DistributedDataParallel(wrap(model) if wrap else model, **options)
-        if hook:
-            wrapped.register_comm_hook(None, hook)
-
-        def around(is_last):
-            return contextlib.nullcontext() if is_last or sync == "always" else wrapped.no_sync()
-
-        loop(wrapped, updates, loss, around=around)
-
-    return train
 
 
 class Within(nn.Module):
     """The loss in the forward of the module that DDP wraps; its encoders, or all of it, are computed again."""
 
-    def __init__(self, model, again=None):
+    def __init__(self, model, loss, again):
         super().__init__()
-        self.model, self.again = model, again
+        self.model, self.loss, self.again = model, loss, again
 
     def forward(self, batch, update):
         if self.again == "all":
-            return checkpoint(pairs, self.model, batch, update, use_reentrant=False)
-        encoders = self.model
-        if self.again == "encoders":
-            encoders = lambda *batch: checkpoint(self.model, *batch, use_reentrant=False)  # noqa: E731
-        return pairs(encoders, batch, update)
+            return checkpoint(self.loss, self.model, batch, update, use_reentrant=False)
+        encoders = partial(checkpoint, self.model, use_reentrant=False) if self.again == "encoders" else self.model
+        return self.loss(encoders, batch, update)
 
 
-def returned(model, batch, update):
-    return model(batch, update)
+def within(again="nothing", **options):
+    def train(model, updates, loss):
+        ddp(**options)(Within(model, loss, again), updates, lambda wrapped, batch, update: wrapped(batch, update))
+
+    return train
 
 
 def summing(state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda sent: sent.value()[0])
 
 
-def scale_outside(model, updates):
+def scale_outside(model, updates, loss):
     """DDP has the encoders, each in a module of its own; the averager the scale, a parameter of the loss."""
     image, text = DistributedDataParallel(model.image), DistributedDataParallel(model.text)
 
     def towers(*batch):
-        return *(F.normalize(f(x), dim=1) for f, x in zip((image, text), batch, strict=True)), model.scale.exp()
+        return *(F.normalize(f(x), dim=1) for f, x in zip((image, text), batch, strict=True)), model.scale[0].exp()
 
-    loop(towers, updates, pairs, model.parameters(), dc.GradientAverager([model.scale]))
-
-
-class Wide(nn.Module):
-    """Layers of 0.7 MB each: torch.compile splits the graph where DDP's buckets of 1 MB end."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(300, 300, dtype=torch.double) for _ in range(4)))
-
-    def forward(self, first, second):
-        return dc.nn.functional.nt_xent_loss(self.layers(first).tanh(), self.layers(second).tanh(), temperature=0.5)
+    loop(towers, updates, loss, sgd(model), dc.GradientAverager([model.scale]))
 
 
-def compiled(model, updates):
-    """The DDP module is compiled: graphs end where buckets do, and one has the loss's collective."""
-    wrapped = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="aot_eager")
-    loop(wrapped, updates, lambda model, batch, update: model(*batch), model.parameters())
-    return parameters(model)
+def nt_xent(model, batch, update):
+    return dc.nn.functional.nt_xent_loss(*map(model, batch), temperature=0.5)
 
 
-def views_of(rows, generator):
-    return tuple(torch.randn(rows, 300, generator=generator, dtype=torch.double) for _ in range(2))
+def compiled(model, updates, loss):
+    """Layers of 0.7 MB each: torch.compile splits the graph of encoders and loss where DDP's buckets of 1 MB end."""
+    wrapped = DistributedDataParallel(Within(model, loss, "nothing"), bucket_cap_mb=1)
+    step = torch.compile(wrapped, backend="aot_eager")
+    loop(step, updates, lambda step, batch, update: step(batch, update), sgd(model))
 
 
-WIDE = Training(Wide, views_of, lambda model, batches: model(*batches[0]), sizes=((3, 2, 4),))
+WIDE = Training(lambda: layers(*[300] * 5), normal(300, 300), nt_xent, sizes=((3, 2, 4),))
 RIGHT = {
     "the loss outside": Way(ddp()),
-    "the loss within": Way(ddp(returned, Within)),
+    "the loss within": Way(within()),
     "unused parameters are looked for": Way(ddp(find_unused_parameters=True)),
     "static graph": Way(ddp(static_graph=True, sync="always")),
-    "small buckets": Way(ddp(returned, Within, bucket_cap_mb=1e-4)),
-    "encoders computed again": Way(ddp(returned, lambda model: Within(model, "encoders"))),
-    "the loss computed again": Way(ddp(returned, lambda model: Within(model, "all"))),
-    "a sum over ranks": Way(ddp(summed(pairs), hook=summing)),
+    "small buckets": Way(within(bucket_cap_mb=1e-4)),
+    "encoders computed again": Way(within("encoders")),
+    "the loss computed again": Way(within("all")),
+    "a sum over ranks": Way(ddp(hook=summing), passed=summed),
     "scale outside, averaged": Way(scale_outside),
-    "tokens": Way(ddp(tokens), TOKENS),
-    "compiled": Way(compiled, WIDE, (1,)),
+    "tokens": Way(ddp(), TOKENS),
+    "compiled": Way(compiled, WIDE, micro_batches=(1,)),
 }
-FACTORS = [
-    ("DDP", Way(ddp(undivided(pairs)))),
-    ("DDP with a hook that sums", Way(ddp(undivided(pairs), hook=summing))),
-]
+FACTORS = [("DDP", Way(ddp())), ("DDP with a hook that sums", Way(ddp(hook=summing)))]

@@ -1,13 +1,13 @@
-"""Lightning's Trainer: DDP, or our strategy, takes the mean over ranks, the Trainer divides by the micro-batches."""
+"""Lightning: DDP, or our strategy, takes the mean over ranks; the Trainer divides by the micro-batches, Fabric not."""
 
+import contextlib
 import dataclasses
 
 import lightning.pytorch as pl
-import torch
+from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
-from trainings import CLIP, RATE, TOKENS, Towers, Training, pairs, tokens, undivided
-from variants import Way
+from trainings import CLIP, TOKENS, Training, Way, as_it_is, layers, loop, normal, sgd, with_and_without_averager
 
 import diffcoll as dc
 from diffcoll.integrations.lightning import GradientAveragerStrategy
@@ -24,7 +24,7 @@ class Module(pl.LightningModule):
         return self.loss(self.net, *both)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), RATE)
+        return sgd(self.net)
 
 
 class ByHand(Module):
@@ -38,7 +38,7 @@ class ByHand(Module):
         optimizer.zero_grad()
 
 
-def fitted(module, batches, strategy, **options):
+def fit(module, batches, strategy, **options):
     quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
     options = {"max_epochs": 1, "use_distributed_sampler": False, **quiet, **options}
     strategy = GradientAveragerStrategy() if strategy == "ours" else strategy
@@ -46,71 +46,74 @@ def fitted(module, batches, strategy, **options):
     trainer.fit(module, DataLoader(list(batches), batch_size=None))
 
 
-def lightning(strategy, loss=pairs, **options):
-    def train(model, updates):
+def lightning(strategy, convert=lambda model: model, **options):
+    def train(model, updates, loss):
         batches = [(batch, update) for update in updates for batch in update]
-        fitted(Module(model, undivided(loss)), batches, strategy, accumulate_grad_batches=len(updates[0]), **options)
+        module = Module(convert(model), loss)
+        fit(module, batches, strategy, accumulate_grad_batches=len(updates[0]), **options)
 
     return train
 
 
 def by_hand(strategy):
-    return lambda model, updates: fitted(ByHand(model, pairs), updates, strategy)
+    return lambda model, updates, loss: fit(ByHand(model, loss), updates, strategy)
 
 
-def fitted_twice(model, updates):
+def fitted_twice(model, updates, loss):
     """The strategy detaches its averager when a fit ends: DDP may follow."""
     for strategy, half in (("ours", updates[:10]), ("ddp", updates[10:])):
-        lightning(strategy)(model, half)
+        lightning(strategy)(model, half, loss)
 
 
-def converted(model, updates):
-    """The Trainer converts the model before the strategy makes an averager of it."""
-    lightning("ours", precision="64-true")(model.float(), updates)
+def fabric(averages):
+    def train(model, updates, loss):
+        fabric = Fabric(accelerator="cpu", devices=dc.get_world_size(), strategy="ddp")
+        fabric.launch()
+        averager, wrapped, optimizer = None, model, sgd(model)
+        if averages:
+            averager, optimizer = dc.GradientAverager(model), fabric.setup_optimizers(optimizer)
+        else:
+            wrapped, optimizer = fabric.setup(model, optimizer)
 
+        def around(is_last):
+            return contextlib.nullcontext() if averages else fabric.no_backward_sync(wrapped, enabled=not is_last)
 
-class Rounded(Towers):
-    def __init__(self):
-        super().__init__()
-        self.float().double()
-
-
-class Normalized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-    def forward(self, x):
-        return self.layers(x).square()
-
-
-def mean_of_rows(model, batch, update):
-    return dc.nn.functional.token_mean(model(*batch).flatten()) / len(update)
-
-
-def synchronized(strategy):
-    def train(model, updates):
-        dc.nn.convert_sync_batchnorm(model)
-        lightning(strategy, mean_of_rows)(model, updates)
+        loop(wrapped, updates, loss, optimizer, averager, fabric.backward, around)
 
     return train
 
 
-BATCH_NORM = Training(
-    Normalized,
-    lambda n, generator: (torch.randn(n, 6, generator=generator, dtype=torch.double),),
-    lambda model, batches: sum(model(x).mean() for (x,) in batches) / len(batches),
-)
+def rounded():
+    """The towers as they are after a conversion to float32 and back."""
+    return CLIP.model().float().double()
+
+
+def normalized():
+    first, tanh, last = layers(6, 8, 1)
+    return nn.Sequential(first, nn.BatchNorm1d(8).double(), tanh, last)
+
+
+def mean_of_squares(model, batch, update):
+    return dc.nn.functional.token_mean(model(*batch).square().flatten())
+
+
+BATCH_NORM = Training(normalized, normal(6), mean_of_squares)
 CLIPPED = dataclasses.replace(CLIP, max_norm=0.3)
-RIGHT = {}
+RIGHT = {
+    # The Trainer converts the model before the strategy makes an averager of it.
+    "converted": Way(
+        lightning("ours", nn.Module.float, precision="64-true"), dataclasses.replace(CLIP, model=rounded), as_it_is
+    ),
+    "a second fit": Way(fitted_twice, passed=as_it_is),
+    **with_and_without_averager(fabric, "Fabric, "),
+}
 for name in ("ddp", "ours"):
     RIGHT |= {
-        f"{name}: pairs": Way(lightning(name)),
-        f"{name}: tokens": Way(lightning(name, tokens), TOKENS),
-        f"{name}: batch norm": Way(synchronized(name), BATCH_NORM),
-        f"{name}: clipped": Way(lightning(name, gradient_clip_val=0.3), CLIPPED),
+        f"{name}: pairs": Way(lightning(name), passed=as_it_is),
+        f"{name}: tokens": Way(lightning(name), TOKENS, as_it_is),
+        f"{name}: batch norm": Way(lightning(name, dc.nn.convert_sync_batchnorm), BATCH_NORM, as_it_is),
+        f"{name}: clipped": Way(lightning(name, gradient_clip_val=0.3), CLIPPED, as_it_is),
         f"{name}: manual optimization": Way(by_hand(name)),
     }
-RIGHT |= {"a second fit": Way(fitted_twice), "converted": Way(converted, dataclasses.replace(CLIP, model=Rounded))}
-FACTORS = [("Lightning Trainer", Way(lightning(name))) for name in ("ddp", "ours")]
+FACTORS = [("Lightning Trainer", RIGHT[f"{name}: pairs"]) for name in ("ddp", "ours")]
+FACTORS += [("Fabric", RIGHT[f"Fabric, {name}: pairs"]) for name in ("DDP", "GradientAverager")]

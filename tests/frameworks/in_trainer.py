@@ -11,24 +11,35 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from trainings import RATE, TOKENS
-from variants import Way
+from trainings import RATE, TOKENS, Way
 
 import diffcoll as dc
 
 
+def clip(outputs, labels=None, num_items_in_batch=None):
+    return dc.nn.functional.clip_loss(*outputs["logits"])
+
+
+def clip_for_a_sum(*arguments, **options):
+    return clip(*arguments, **options) / dc.get_world_size()
+
+
+def tokens(outputs, labels, num_items_in_batch):
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+
 class Plain(nn.Module):
-    """What a Trainer trains: a forward with names of columns; with a loss, it returns that of its outputs."""
+    """What a Trainer trains: a forward with names of columns, which returns a loss of pairs, too."""
 
     config = None  # label smoothing reads it
 
-    def __init__(self, inner, loss=None):
+    def __init__(self, inner, loss=clip):
         super().__init__()
         self.inner, self.loss = inner, loss
 
     def forward(self, x, y=None, labels=None):
-        outputs = self.inner(x) if y is None else self.inner(x, y)
-        return {"loss": self.loss(outputs, labels)} if self.loss else {"logits": outputs}
+        outputs = {"logits": self.inner(x) if y is None else self.inner(x, y)}
+        return outputs if y is None else {"loss": self.loss(outputs), **outputs}
 
 
 class Keywords(Plain):
@@ -38,20 +49,11 @@ class Keywords(Plain):
         return super().forward(x, y, labels)
 
 
-def clip(outputs, labels=None, num_items_in_batch=None, summed=False):
-    loss = dc.nn.functional.clip_loss(*(outputs["logits"] if isinstance(outputs, dict) else outputs))
-    return loss / dc.get_world_size() if summed else loss
-
-
-def summed_tokens(outputs, labels, num_items_in_batch):
-    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
-
-
 class OwnLoss(transformers.Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs.pop("labels", None)
         outputs = model(**inputs)
-        return (clip(outputs), outputs) if return_outputs else clip(outputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 
 class DividedLoss(OwnLoss):
@@ -77,33 +79,23 @@ def averaging(kind):
     return Averaging
 
 
-#: SGD without clipping and shuffling, and nothing written.
-OPTIONS = {
-    "use_cpu": True,
-    "report_to": [],
-    "disable_tqdm": True,
-    "learning_rate": RATE,
-    "optim": "sgd",
-    "max_grad_norm": 0.0,
-    "lr_scheduler_type": "constant",
-    "num_train_epochs": 1,
-    "per_device_train_batch_size": 1,
-    "save_strategy": "no",
-}
+#: Nothing is written or printed; SGD without clipping, one epoch.
+OPTIONS = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+OPTIONS |= {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+OPTIONS |= {"num_train_epochs": 1, "per_device_train_batch_size": 1}
 
 
 def trainer(loss=None, model=Plain, kind=transformers.Trainer, labelled=True, scaled=None, **options):
     """Return a function that trains with the Trainer, whose loader deals out one batch to each rank in turn."""
 
-    def columns(batch):
+    def columns(x, y):
         """Of pairs the labels are there and mean nothing."""
-        x, y = batch
         if not y.is_floating_point():
             return {"x": x, "labels": y}
         return {"x": x, "y": y, **({"labels": torch.zeros(len(x), dtype=torch.long)} if labelled else {})}
 
-    def train(inner, updates):
-        data = [columns(batch) for update in updates for batch in update for _ in range(dc.get_world_size())]
+    def train(inner, updates, _):
+        data = [columns(*batch) for update in updates for batch in update for _ in range(dc.get_world_size())]
         more = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": len(updates[0])}
         arguments = transformers.TrainingArguments("unused", **OPTIONS, **more, **options)
         collate = lambda items: dict(items[0])  # noqa: E731
@@ -115,20 +107,15 @@ def trainer(loss=None, model=Plain, kind=transformers.Trainer, labelled=True, sc
     return train
 
 
-def returning(loss, kind=Plain):
-    return lambda inner: kind(inner, loss)
-
-
 OWN_COUNTS = {"average_tokens_across_devices": False}
-SUMMED = functools.partial(clip, summed=True)
 RIGHT = {
     "compute_loss": Way(trainer(kind=DividedLoss, model=Keywords)),
     "GradientAverager": Way(trainer(kind=averaging(DividedLoss))),
-    "compute_loss_func": Way(trainer(SUMMED, scaled=False)),
+    "compute_loss_func": Way(trainer(clip_for_a_sum, scaled=False)),
     "compute_loss_func, own counts": Way(trainer(clip, scaled=False, **OWN_COUNTS)),
-    "the model's own loss": Way(trainer(model=returning(SUMMED, Keywords), scaled=False)),
-    "tokens": Way(trainer(summed_tokens), TOKENS),
-    "tokens, keywords": Way(trainer(summed_tokens, Keywords), TOKENS),
+    "the model's own loss": Way(trainer(model=functools.partial(Keywords, loss=clip_for_a_sum), scaled=False)),
+    "tokens": Way(trainer(tokens), TOKENS),
+    "tokens, keywords": Way(trainer(tokens, Keywords), TOKENS),
 }
 ROWS = {
     "`compute_loss` overridden, `loss_is_scaled_for_ga = False`": [
@@ -146,10 +133,10 @@ ROWS = {
         trainer(clip, labelled=False),
         trainer(clip, **OWN_COUNTS),
     ],
-    "the model's own loss, `**kwargs` in forward, `labels` in the batch": [trainer(model=returning(clip, Keywords))],
+    "the model's own loss, `**kwargs` in forward, `labels` in the batch": [trainer(model=Keywords)],
     "the model's own loss, no `**kwargs` or no `labels`": [
-        trainer(model=returning(clip)),
-        trainer(model=returning(clip, Keywords), labelled=False),
+        trainer(),
+        trainer(model=Keywords, labelled=False),
     ],
 }
 FACTORS = [(f"Trainer, {row}", Way(train)) for row, trains in ROWS.items() for train in trains]

@@ -1,11 +1,11 @@
 """`make test-gpu`: rows for a machine with one GPU, each in processes of its own; with DRY=1 on the CPU and gloo.
 
-A row is a function of a `Rank` with the decorator `@row`. It checks numbers against the CPU, measures times and memory,
-and says what is known to be wrong, so that the table states what the library does today on a GPU.
+A row is a function of a `Rank` with the decorator `@row`. It checks numbers against the CPU, and times and memory
+against goals.
 
 row.py, rank.py, measuring.py   what a row is, and what it gets
 calls.py, streams.py            what several rows, and the tests on the test device, call
-__main__.py, runner.py, report.py, machine.py   the command, its processes, its table, the GPU and NCCL
+__main__.py, runner.py, machine.py   the command and its table, its processes, the GPU and NCCL
 thin_nccl.py                    makes an NCCL that lets several ranks share the GPU
 all other files                 rows
 """

@@ -1,17 +1,72 @@
-"""The command behind `make test-gpu`, see --help."""
+"""The command behind `make test-gpu`, see --help, and its table and JSON file."""
 
 import argparse
+import json
+import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
+from pathlib import Path
 
 from gpu.machine import Machine
-from gpu.report import Report
 from gpu.row import rows
 from gpu.runner import run
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+WIDTH = 120
+
+
+def line(row, ranks, seconds, result):
+    """Return one line of the table."""
+    return f"{row:<25} {ranks:>5} {seconds:>4}  {result}"
+
+
+class Report:
+    """Prints the table while rows end, and writes the JSON file after each.
+
+    Args:
+        file: the JSON file.
+        machine: what the rows run on.
+        keep: keep the rows of the file that were found on the same machine with the same versions.
+    """
+
+    def __init__(self, file, machine, keep):
+        self._file, self._facts, self.results = Path(file), machine.facts, {}
+        print(machine.line())
+        print(line("row", "ranks", "s", "result"), flush=True)
+        if keep and self._file.exists():
+            before = json.loads(self._file.read_text(encoding="utf-8"))
+            for result in before["rows"] if before["machine"] == self._facts else ():
+                self.add(result)
+
+    def add(self, result):
+        """Print and write the result of a row."""
+        self.results[f"{result['row']}-{result['ranks']}"] = result
+        word = "WRONG" if result["wrong"] else "right"
+        print(line(result["row"], result["ranks"], f"{result['seconds']:.0f}", f"{word}, {result['checks']} checks"))
+        texts = [("wrong", *found) for found in result["wrong"]]
+        if self._facts["device"] != "CPU":
+            texts += [("", *found) for found in result["figures"]]
+        for words in texts:
+            text = ": ".join(word for word in words if word)
+            print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="      "))
+        sys.stdout.flush()
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        new = self._file.with_name(f".{self._file.name}.new")
+        content = {"machine": self._facts, "rows": [*self.results.values()]}
+        new.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        os.replace(new, self._file)
+
+    def end(self, skipped, seconds):
+        """Print the last lines; return the exit status: 1 if a row is wrong."""
+        for why, names in skipped.items():
+            print(textwrap.fill(f"skipped: {', '.join(names)}: {why}", WIDTH, subsequent_indent="    "))
+        wrong = [name for name, result in self.results.items() if result["wrong"]]
+        print(f"{len(self.results) - len(wrong)} of {len(self.results)} rows right in {seconds:.0f} s: {self._file}")
+        if wrong:
+            print(f"WRONG: {', '.join(wrong)}")
+        return int(bool(wrong))
 
 
 def main():
@@ -21,26 +76,23 @@ def main():
     parser.add_argument("--json", metavar="FILE", help="default: build/gpu-cuda.json, on the CPU build/gpu-cpu.json")
     parser.add_argument("--nccl", metavar="FILE", help="an NCCL for rows of several ranks, packed by thin_nccl.py")
     parser.add_argument("--dry", action="store_true", help="on the CPU and gloo, as far as rows go")
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
     options = parser.parse_args()
     chosen = [row for name, row in rows().items() if any(word in name for word in options.k)]
-    if options.list:
-        print(*(row.name for row in chosen), sep="\n")
-        return 0
     if not chosen:
         parser.error(f"no row has one of these words: {' '.join(options.k)}")
-    begin = time.monotonic()
+    begin, skipped, left = time.monotonic(), {}, []
     with tempfile.TemporaryDirectory(prefix="test-gpu-") as folder:
         machine = Machine(options.dry, options.nccl, folder)
         report = Report(options.json or f"build/gpu-{machine.device}.json", machine, options.left)
-        skipped = {}
         for row in chosen:
             if why := machine.skips(row):
                 skipped.setdefault(why, []).append(row.name)
-        left = [row for row in chosen if not machine.skips(row) and not report.has(row)]
+            elif row.name not in report.results:
+                left.append(row)
         run(left, machine, folder, report.add)
         return report.end(skipped, time.monotonic() - begin)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sys.exit(main())

@@ -1,11 +1,12 @@
 """GradientAverager against DistributedDataParallel: gradients, and the time of a step."""
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import diffcoll as dc
-from gpu.measuring import distance, times
+from gpu.calls import averaged, ddp, training_step
+from gpu.measuring import distance, flat, peak, times
 from gpu.row import row
 
 
@@ -44,47 +45,22 @@ def built(rank, make, dtype=torch.float32):
     return model.to(rank.device, dtype), shape
 
 
-def ddp(model, **options):
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **options), torch.Tensor.backward
-
-
-def static_ddp(model):
-    return ddp(model, static_graph=True)
-
-
-def averaged(model):
-    return model, dc.GradientAverager(model).backward
-
-
-def in_buckets(model):
-    return model, dc.GradientAverager(model, bucket_mb=0.05).backward
-
-
 @row(1, seconds=90, alone=True)
 def averager_times(rank):
-    """A training step by SGD, against the faster of DDP and DDP with a static graph."""
+    """A training step by SGD, against the faster of DDP and DDP with a static graph; and its peak of memory."""
     for make in MODELS:
         with rank.part(make.__name__):
             steps = {}
-            for wrap in (averaged, ddp, static_ddp):
+            for name, wrap in {"averaged": averaged, "DDP": ddp, "static DDP": partial(ddp, static_graph=True)}.items():
                 model, shape = built(rank, make)
-                steps[wrap.__name__] = training_step(model, *wrap(model), torch.randn(shape, device=rank.device))
+                x = torch.randn(shape, device=rank.device)
+                steps[name] = training_step(model, *wrap(model), lambda call, x=x: call(x).square().mean(), lr=1e-6)
             found = times(rank, steps, calls=2 if make is tiny_layers else 5, rounds=7)
             for name, (wall, host) in found.items():
-                rank.figure(name, f"{wall * 1e3:.2f} ms, host {host * 1e3:.2f}")
-            faster = min(found["ddp"][0], found["static_ddp"][0])
+                memory = peak(rank, steps[name]) / 1e6
+                rank.figure(name, f"{wall * 1e3:.2f} ms, host {host * 1e3:.2f}, {memory:.0f} MB")
+            faster = min(found["DDP"][0], found["static DDP"][0])
             rank.goal("ratio to the faster DDP", found["averaged"][0] / faster, 1.05)
-
-
-def training_step(model, call, backward, x):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-
-    def step():
-        optimizer.zero_grad()
-        backward(call(x).square().mean())
-        optimizer.step()
-
-    return step
 
 
 @row(2)
@@ -96,15 +72,11 @@ def averager_gradients(rank):
         generators = [torch.Generator().manual_seed(s) for s in range(rank.n)]
         batches = [[torch.randn(shape, generator=g).to(rank.device, dtype) for _ in range(2)] for g in generators]
         losses = [model(x).square().mean() for each in batches for x in each]
-        right = flat(torch.autograd.grad(torch.stack(losses).sum() / rank.n, list(model.parameters())))
-        for wrap in (averaged, in_buckets, ddp):
-            with rank.part(f"{make.__name__} {wrap.__name__}"):
+        right = flat(torch.autograd.grad(sum(losses) / rank.n, list(model.parameters())))
+        for name, wrap in {"averaged": averaged, "in buckets": partial(averaged, bucket_mb=0.05), "DDP": ddp}.items():
+            with rank.part(f"{make.__name__} {name}"):
                 model, _ = built(rank, make, dtype)
                 call, backward = wrap(model)
                 for x in batches[rank.r]:
                     backward(call(x).square().mean())
                 rank.check("gradients", distance(flat([p.grad for p in model.parameters()]), right), bound)
-
-
-def flat(tensors):
-    return torch.cat([t.detach().flatten() for t in tensors])

@@ -16,59 +16,51 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 CHANNELS = 24
 
 
-def whole_batch(x, w):
-    """Return output, gradients and running statistics of one process in float64, on the CPU, and the module."""
-    module = nn.BatchNorm2d(CHANNELS).double()
+NAMES = ("output", "gradient", "of the weight", "of the bias", "running mean", "running var")
+
+
+def results(module, x, w):
+    """Return what `NAMES` says, of this rank's rows."""
     with torch.no_grad():
         module.weight.copy_(torch.linspace(0.5, 2, CHANNELS))
         module.bias.copy_(torch.linspace(-1, 1, CHANNELS))
-    x = x.double().requires_grad_()
-    y = module(x)
-    return module, (y, *torch.autograd.grad((y * w).sum(), [x, module.weight, module.bias]))
-
-
-def on_rank(module, whole, x, w):
-    """Return output and gradients of this rank's rows, and the gradients of weights summed over the ranks."""
-    module.load_state_dict(whole.state_dict())
-    module.reset_running_stats()
     x = x.detach().requires_grad_()
     y = module(x)
-    gx, *of_weights = torch.autograd.grad((y * w).sum(), [x, module.weight, module.bias])
-    for g in of_weights:
+    gradients = torch.autograd.grad((y * w).sum(), [x, module.weight, module.bias])
+    return y, *gradients, module.running_mean, module.running_var
+
+
+def on_ranks(module, x, w, right):
+    """Return the results, those of weights summed over the ranks, and their errors."""
+    found = results(module, x, w)
+    for g in found[2:4]:
         dist.all_reduce(g)
-    return y, gx, *of_weights
+    return found, [distance(*pair) for pair in zip(found, right, strict=True)]
 
 
 @row(2)
 def batch_norm(rank):
+    """Against one process that has the whole batch, in float64 on the CPU, and against torch.nn's."""
     for dtype, (layout, memory), sizes in itertools.product(BOUNDS, LAYOUTS.items(), ([8, 8], [11, 5])):
         rows = slice(0, sizes[0]) if rank.r == 0 else slice(sizes[0], 16)
         make = torch.Generator().manual_seed(1)
         x, w = (torch.randn(16, CHANNELS, 14, 14, generator=make, dtype=torch.float64) for _ in range(2))
-        x = (2 * x + 3).to(dtype)
-        whole, (y, gx, *of_weights) = whole_batch(x, w.to(dtype).double())
-        right = (y[rows], gx[rows], *of_weights, whole.running_mean, whole.running_var)
-        mine, mine_w = (t[rows].to(rank.device, dtype).contiguous(memory_format=memory) for t in (x, w))
-
-        def errors(module, mine=mine, mine_w=mine_w, whole=whole, right=right):
-            found = on_rank(module, whole, mine, mine_w)
-            running = module.running_mean, module.running_var
-            return found, [distance(*pair) for pair in zip((*found, *running), right, strict=True)]
-
+        x, w = (2 * x + 3).to(dtype), w.to(dtype)
+        y, gx, *others = results(nn.BatchNorm2d(CHANNELS).double(), x.double(), w.double())
+        right = y[rows], gx[rows], *others
+        mine = [t[rows].to(rank.device).contiguous(memory_format=memory) for t in (x, w)]
         what = f"{str(dtype)[6:]} {layout} {sizes}"
         with rank.part(what):
-            (y, gx, *_), ours = errors(dc.nn.SyncBatchNorm(CHANNELS).to(rank.device))
-            names = ("output", "gradient", "of the weight", "of the bias", "running mean", "running var")
-            for name, error in zip(names, ours, strict=True):
+            (y, gx, *_), ours = on_ranks(dc.nn.SyncBatchNorm(CHANNELS).to(rank.device), *mine, right)
+            for name, error in zip(NAMES, ours, strict=True):
                 rank.check(name, error, BOUNDS[dtype])
             if rank.on_gpu:  # torch.nn's raises for tensors of the CPU
-                _, theirs = errors(nn.SyncBatchNorm(CHANNELS).to(rank.device))
-                for name, error, other in zip(names, ours, theirs, strict=True):
+                _, theirs = on_ranks(nn.SyncBatchNorm(CHANNELS).to(rank.device), *mine, right)
+                for name, error, other in zip(NAMES, ours, theirs, strict=True):
                     rank.check(f"{name} against torch.nn's", error, 3 * other + 1e-6)
-        with rank.part(f"{what}: layout of the output"):
-            assert y.is_contiguous(memory_format=memory)
-        with rank.part(f"{what}: layout of the gradient"):
-            assert gx.is_contiguous(memory_format=memory)
+        for name, t in (("output", y), ("gradient", gx)):
+            with rank.part(f"{what}: layout of the {name}"):
+                assert t.is_contiguous(memory_format=memory)
 
 
 @row(2, alone=True)

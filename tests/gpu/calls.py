@@ -1,6 +1,7 @@
-"""Every collective, of which memory, capture in a CUDA graph and waits of the host are tested."""
+"""What several rows call: every collective, a training step, and what averages its gradients."""
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll as dc
 
@@ -44,3 +45,23 @@ def exchanging(x):
         "gather_batch": lambda: dc.gather_batch({"x": x}).tree["x"],
         "ring": lambda: torch.cat([block for _, block in dc.ring(x)]),
     }
+
+
+def averaged(model, **options):
+    return model, dc.GradientAverager(model, **options).backward
+
+
+def ddp(model, **options):
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **options), torch.Tensor.backward
+
+
+def training_step(model, call, backward, loss, set_to_none=True, **options):
+    """Return a step of SGD; `call` and `backward` are those of `averaged` or `ddp`, and loss(call) a tensor."""
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+
+    def step():
+        optimizer.zero_grad(set_to_none)
+        backward(loss(call))
+        optimizer.step()
+
+    return step

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll as dc
-from gpu.measuring import distance
+from gpu.calls import averaged, ddp
+from gpu.measuring import distance, flat
 from gpu.row import row
 
 PAIRS, STEPS = 16, 3
@@ -31,16 +31,9 @@ class Model(nn.Module):
         return F.normalize(self.head(x), dim=1), self.scale
 
 
-def averaged(model, rank):
-    return model, dc.GradientAverager(model).backward
-
-
-def ddp(model, rank):
-    return DistributedDataParallel(model), torch.Tensor.backward
-
-
-def fsdp2(model, rank):
-    return fully_shard(model, mesh=init_device_mesh(rank.device, (rank.n,))), torch.Tensor.backward
+def fsdp2(model):
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    return fully_shard(model, mesh=mesh), torch.Tensor.backward
 
 
 def train(model, backward, loss, rows, device):
@@ -55,8 +48,7 @@ def train(model, backward, loss, rows, device):
 
 
 def parameters(model):
-    each = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
-    return torch.cat([p.detach().flatten().cpu() for p in each])
+    return flat(model.parameters()).cpu()
 
 
 @row(2)
@@ -72,7 +64,7 @@ def training(rank):
         with rank.part(wrap.__name__):
             model = Model(dc.nn.SyncBatchNorm).double()
             model.load_state_dict(start)
-            wrapped, backward = wrap(model.to(rank.device), rank)
+            wrapped, backward = wrap(model.to(rank.device))
             train(wrapped, backward, dc.nn.functional.clip_loss, rows, rank.device)
             rank.check("change", distance(parameters(wrapped) - at_start, right), 1e-11)
 

@@ -35,16 +35,18 @@ class Loss(NamedTuple):
     chunks: bool = False
 
 
-def contrastive(kind, *marks, parameters=(2.5,), features=lambda x: x):
+def contrastive(kind):
     """A loss of `references.CONTRASTIVE` with a scale and, of one, a bias."""
     loss = references.CONTRASTIVE[kind]
 
     def of(call):
         def with_marks(x, y, labels, scale, bias=0.0, **options):
-            return call(x, y, scale, bias, **{mark: labels for mark in marks}, **options)
+            return call(x, y, scale, bias, **{mark: labels for mark in loss.marks[0]}, **options)
 
         return with_marks
 
+    parameters = (2.5, -2.0) if kind == "siglip" else (2.5,)
+    features = (lambda x: x) if loss.normalize else F.normalize
     return Loss(of(loss.ours), of(loss.whole), parameters, features, chunks=True)
 
 
@@ -62,11 +64,7 @@ def tokens(x, y):
 
 
 LOSSES = {
-    "info_nce": contrastive("info_nce"),
-    "nt_xent": contrastive("nt_xent"),
-    "clip": contrastive("clip", features=F.normalize),
-    "siglip": contrastive("siglip", parameters=(2.5, -2.0), features=F.normalize),
-    "supcon": contrastive("supcon", "labels"),
+    **{kind: contrastive(kind) for kind in ("info_nce", "nt_xent", "clip", "siglip", "supcon")},
     "barlow_twins": Loss(of_views(functional.barlow_twins_loss), of_views(references.barlow_twins)),
     "vicreg": Loss(of_views(functional.vicreg_loss), of_views(references.vicreg)),
     "dice": Loss(

@@ -15,6 +15,12 @@ def distance(found, right):
     return error if error == error else float("inf")
 
 
+def flat(tensors):
+    """Return tensors as one vector; those that are sharded, whole."""
+    wholes = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
+    return torch.cat([t.detach().flatten() for t in wholes])
+
+
 def times(rank, ways, calls, rounds=5):
     """Return for each way (seconds of a call, seconds for which it holds the host): medians over the rounds.
 

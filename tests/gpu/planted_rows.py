@@ -16,33 +16,21 @@ def right(rank):
 
 
 @row(2, seconds=30)
-def a_wrong_number(rank):
+def wrong(rank):
+    rank.on_gpu = True  # goals are checked there
     with rank.part("of rank 1"):
         rank.check("error", 2.0 * rank.r, 1.0)
     with rank.part("not a number"):
         rank.check("error", float("nan"), 1.0)
-
-
-@row(2, seconds=30)
-def raises(rank):
-    with rank.part("first"):
-        raise NotImplementedError("first")
-    with rank.part("second"):
-        rank.check("error", 0, 1)
-    raise ValueError("third")
-
-
-@row(1, seconds=30, starts_ranks=True)
-def known(rank):
-    rank.on_gpu = True  # parts are known to be wrong on a GPU alone
-    with rank.part("right by now", "it is broken"):
-        rank.check("error", 0, 1)
-    with rank.part("wrong", "it is not written", "no code"):
-        raise NotImplementedError("no code")
-    with rank.part("wrong in another way", "it is not written", "no code"):
-        raise ValueError("other")
     with rank.part("a time"):
-        rank.goal("ratio", 1.2, 1.1, "it is slow")
+        rank.goal("ratio", 1.2, 1.1)
+    with rank.part("refused"), rank.refused(ValueError, "x"):
+        raise ValueError("x")
+    with rank.part("refused otherwise"), rank.refused(ValueError, "x"):
+        raise ValueError("y")
+    with rank.part("not refused"), rank.refused(ValueError):
+        pass
+    raise NotImplementedError("raised")
 
 
 @row(2, seconds=12)

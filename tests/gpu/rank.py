@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -40,17 +38,9 @@ class Rank:
         )
 
     @contextlib.contextmanager
-    def part(self, name, known="", seen=""):
-        """Report what is checked within under this name; an exception ends the part, not the row.
-
-        Args:
-            name: what the table calls it.
-            known: why it is expected to be wrong on the GPU today. Such a part does not fail the row, and is reported
-                as "now right" once it is right.
-            seen: what the text of the error is expected to contain; another one is not known.
-        """
-        known = known if self.on_gpu else ""
-        part = {"name": name, "known": known, "wrong": [], "checks": 0, "figures": []}
+    def part(self, name):
+        """Report what is checked within under this name; an exception ends the part, not the row."""
+        part = {"name": name, "wrong": [], "checks": 0, "figures": []}
         outer, self._part = self._part, part
         self.write(begin=name)
         try:
@@ -58,8 +48,6 @@ class Rank:
         except Exception as error:
             part["wrong"].append(in_short(error))
         finally:
-            if not all(seen in text for text in part["wrong"]):
-                part["known"] = ""
             self.write(**part)
             self._part = outer
 
@@ -67,19 +55,28 @@ class Rank:
         """Check a number, on the CPU too."""
         self._part["checks"] += 1
         if not float(value) <= at_most:
-            self._part["wrong"].append(f"{name}: {float(value):.2e}, expected at most {at_most:.0e}")
-
-    def goal(self, name, value, at_most, known=""):
-        """Report a time, a ratio or a number of bytes; on the GPU compare it with a bound, in a part of its own."""
-        self.figure(name, value)
-        outer = self._part["name"]
-        with self.part(f"{outer}: {name}" if outer else name, known) as part:
-            if self.on_gpu and not value <= at_most:
-                part["wrong"].append(f"{value:.3g}, expected at most {at_most:.3g}")
+            self._part["wrong"].append(f"{name}: {float(value):.2e}, expected at most {at_most:.1e}")
 
     def figure(self, name, value):
         """Report a number or a text."""
         self._part["figures"].append(f"{name} {value if isinstance(value, str) else format(value, '.3g')}")
+
+    def goal(self, name, value, at_most):
+        """Report a time, a ratio or a number of bytes; check it on the GPU."""
+        self.figure(name, value)
+        if self.on_gpu:
+            self.check(name, value, at_most)
+
+    @contextlib.contextmanager
+    def refused(self, error, *words):
+        """Check that what is called within raises this error, whose text has these words."""
+        try:
+            yield
+        except error as caught:
+            missing = [word for word in words if word not in str(caught)]
+            assert not missing, f"{missing} are not in: {caught}"
+        else:
+            raise AssertionError("nothing was raised")
 
     def write(self, **found):
         """Append a line to this rank's file, so that it is there whatever ends the process."""
@@ -102,20 +99,9 @@ def in_short(error):
     return " ".join(words.split())[:500] + (f" (at {places})" if places else "")
 
 
-def _end_with(parent):
-    """Kill this process and what it has started once its parent has ended."""
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main(file, name, r, folder, device):
-    _end_with(os.getppid())
     row = rows(file)[name]
+    signal.alarm(int(row.seconds) + 30)  # ends this process if the runner is gone
     faulthandler.dump_traceback_later(max(row.seconds - 5, 1), exit=False)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ class Job:
     def __init__(self, row, machine, folder):
         self.row, self._folder = row, Path(tempfile.mkdtemp(dir=folder))
         self._begin, self._killed = time.monotonic(), ""
-        self._died = None  # when a rank has ended with an error
+        self._limit, self._why = self._begin + row.seconds, f"killed after {row.seconds:g} s"
         self._processes = [self._start(r, machine) for r in range(1 if row.starts_ranks else row.ranks)]
 
     def _start(self, r, machine):
@@ -39,17 +39,13 @@ class Job:
 
     def has_ended(self):
         """Return whether all processes have ended; kill them if their time is over."""
-        codes = [process.poll() for process in self._processes]
-        now = time.monotonic()
+        codes, now = [process.poll() for process in self._processes], time.monotonic()
         if None not in codes:
             return True
-        if self._died is None and any(codes):
-            self._died = now
-        if now - self._begin > self.row.seconds:
-            self._killed = f"killed after {self.row.seconds:g} s"
-        elif self._died is not None and now - self._died > GRACE:
-            self._killed = f"killed {GRACE:g} s after another rank had died"
-        if self._killed:
+        if any(codes) and self._limit > now + GRACE:
+            self._limit, self._why = now + GRACE, f"killed {GRACE:g} s after another rank had died"
+        if now > self._limit:
+            self._killed = self._why
             self.kill()
         return bool(self._killed)
 
@@ -61,12 +57,9 @@ class Job:
             process.wait()
 
     def result(self):
-        """Return what the row has found, once all have ended: lists of [part, text], and counts."""
+        """Return what the row has found, once all have ended; what is wrong, and figures, are lists of [part, text]."""
         self.kill()  # what the row has started may still run
-        result = {"row": self.row.body.__name__, "ranks": self.row.ranks, "checks": 0}
-        result["seconds"] = round(time.monotonic() - self._begin, 1)
-        result |= {kind: [] for kind in ("wrong", "known", "now_right", "figures")}
-        parts, ends = {}, []
+        seconds, parts, ends = round(time.monotonic() - self._begin, 1), {}, []
         for r, process in enumerate(self._processes):
             file = self._folder / f"{r}.jsonl"
             text = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -79,26 +72,18 @@ class Job:
                 where = f" in or after {begun[-1]}" if begun else ""
                 tail = _tail((self._folder / f"{r}.log").read_text(errors="replace"))
                 ends.append(["", f"rank {r} {how}{where}: {tail}"])
-        for name, of_ranks in parts.items():
-            _judge(result, name, of_ranks)
-        result["wrong"] += ends
-        return result
-
-
-def _judge(result, name, of_ranks):
-    """Add one part to the result: wrong on any rank in a way that is not known, known, or now right."""
-    result["checks"] += sum(part["checks"] for _, part in of_ranks)
-    new, known = ([f"rank {r}: {t}" for r, p in of_ranks if bool(p["known"]) == k for t in p["wrong"]] for k in (0, 1))
-    why = max(part["known"] for _, part in of_ranks)  # "" or the reason, the same on all ranks
-    if new:
-        result["wrong"].append([name, _first(new)])
-    elif known:
-        result["known"].append([name, f"{why} ({_first(known)})"])
-    elif why:
-        result["now_right"].append([name, f"was: {why}"])
-    r, part = of_ranks[0]
-    if r == 0 and part["figures"]:
-        result["figures"].append([name, ", ".join(part["figures"])])
+        wrong = {
+            name: [f"rank {r}: {text}" for r, part in each for text in part["wrong"]] for name, each in parts.items()
+        }
+        figures = {name: part["figures"] for name, each in parts.items() for r, part in each if r == 0}
+        return {
+            "row": self.row.body.__name__,
+            "ranks": self.row.ranks,
+            "seconds": seconds,
+            "checks": sum(part["checks"] for each in parts.values() for _, part in each),
+            "wrong": [[name, _first(texts)] for name, texts in wrong.items() if texts] + ends,
+            "figures": [[name, ", ".join(texts)] for name, texts in figures.items() if texts],
+        }
 
 
 def _first(texts):

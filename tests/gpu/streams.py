@@ -50,8 +50,8 @@ def moved(x, device):
 
 
 def values():
-    """Return two equal blocks: in a mirror image, ranks send the same to both ranks."""
-    return torch.randn(SHAPE[0] // 2, *SHAPE[1:], generator=torch.Generator().manual_seed(1)).repeat(2, 1)
+    """Return the input of every rank, without requires_grad."""
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
 
 
 def late_input(device):

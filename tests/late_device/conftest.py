@@ -10,7 +10,6 @@ collect_ignore_glob = [] if ON else ["*.py"]
 
 if ON:
     import late
-    import mirror
 
     late.register()
 
@@ -19,9 +18,3 @@ if ON:
         """Both orders in which the device may run what nobody has waited for."""
         with late.order(request.param):
             yield request.param
-
-    @pytest.fixture
-    def two_ranks():
-        """The default group: this rank and its mirror image."""
-        with mirror.group():
-            yield
