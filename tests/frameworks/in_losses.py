@@ -55,7 +55,7 @@ def lightly(name):
 
 # ── pytorch-metric-learning: its own trainer, which has no micro-batches ─────────────────────────────────
 
-Ours = of_page("pytorch-metric-learning.md", "Loss")
+Ours = of_page("README.md", "Loss")
 
 
 def metric_learning(make_loss):

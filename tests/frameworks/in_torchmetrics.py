@@ -6,7 +6,7 @@ import torch
 import torchmetrics
 from trainings import Training, Way, ddp, layers, normal, of_page
 
-gather = of_page("torchmetrics.md", "gather")
+gather = of_page("README.md", "gather")
 METRICS = {  # by the kind of their states: sums; lists; means and variances, merged by the metric
     "sums": torchmetrics.MeanSquaredError,
     "lists": partial(torchmetrics.KLDivergence, log_prob=True, reduction="none"),

@@ -12,7 +12,7 @@ from trainings import Training, Way, loop, of_page
 import diffcoll as dc
 
 FRAMES = 5
-normalize = of_page("torchrl.md", "normalize")
+normalize = of_page("README.md", "normalize")
 
 
 def agent():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -193,8 +194,8 @@ def ddp(sync="last", hook=None, **options):
 
 
 def of_page(page: str, name: str) -> Any:
-    """Return a function or a class of the first program of a page of notes/with."""
+    """Return a function or a class of a page of notes/with, from the first block that defines it."""
     text = (ROOT / "notes" / "with" / page).read_text("utf-8")
     namespace = {"__name__": page}
-    exec(next(code for _, code in blocks(text)), namespace)
+    exec(next(code for _, code in blocks(text) if re.search(rf"^(def|class) {name}\b", code, re.MULTILINE)), namespace)
     return namespace[name]

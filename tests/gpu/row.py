@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 #: The files of rows, in the order of the table. GPU_ROWS names others, as the tests of the runner do.
-FILES = "accelerator losses batch_norm averager clip_training cuda_graphs compiled host_waits mistakes costs"
+FILES = "accelerator losses sharded batch_norm averager clip_training cuda_graphs compiled host_waits mistakes costs"
 MIXED = "cpu:gloo,cuda:nccl"
 
 

@@ -164,7 +164,8 @@ def sharded(subject: Subject, ranks: Ranks) -> nn.Module:
     assert subject.module is not None
     if subject.shard is None:
         return subject.module
-    device, axes = device_of_backend(dist.get_backend()), ranks.sizes
+    axes, kinds = ranks.sizes, {x.device.type for _, _, x in tensors_of(subject.module)} - {"cpu", "meta"}
+    device = kinds.pop() if kinds else device_of_backend(dist.get_backend())  # DTensor moves pieces to that of the mesh
     mesh = dist.device_mesh.init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     module = subject.shard(subject.module, mesh)
     if not isinstance(module, nn.Module):
