@@ -1,5 +1,7 @@
 """Random training loops with GradientAverager, see `loops`."""
 
+from itertools import product
+
 import pytest
 import torch
 from loops import drawn, on_rank
@@ -15,14 +17,9 @@ def run(seed, where, monkeypatch):
     equal_on_all_ranks(where(lambda r: on_rank(seed, r), range(loop.n)))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_loops(seed, monkeypatch):
-    run(seed, rules, monkeypatch)
-
-
-@pytest.mark.parametrize("seed", range(100, 104))
-def test_random_loops_on_gloo(seed, monkeypatch):
-    run(seed, gloo, monkeypatch)
+@pytest.mark.parametrize("where, seed", [*product([rules], range(12)), *product([gloo], range(100, 104))])
+def test_random_loops(seed, where, monkeypatch):
+    run(seed, where, monkeypatch)
 
 
 @pytest.mark.slow
