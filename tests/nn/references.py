@@ -1,6 +1,5 @@
 """Losses of a whole batch on one process, from their formulas, and programs that run ours against them."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -174,10 +173,9 @@ def vocabulary_cross_entropy(
 
 
 def mean_of_tokens(losses, weight):
-    """Σ w l / Σ w, one token after the other; those of weight zero are left out."""
-    listed = zip(losses.flatten(), weight.expand(losses.shape).flatten(), strict=True)
-    pairs = [(loss, w.item()) for loss, w in listed if w]
-    return sum(w * loss for loss, w in pairs) / sum(w for _, w in pairs)
+    """Σ w l / Σ w."""
+    weight = weight.expand(losses.shape)
+    return (weight * losses).sum() / weight.sum()
 
 
 def ratio(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
@@ -304,22 +302,8 @@ def of_module(fn):
     return lambda module, *given, **named: fn(*given, **named)
 
 
-def of_variables(make, fn, constant):
-    """Return batches in which the arguments of fn with these names are no variables."""
-    names = list(inspect.signature(fn).parameters)
-
-    def made(rows):
-        each = zip(names, make(rows), strict=True)
-        return tuple(x.requires_grad_() if name not in constant and x.is_floating_point() else x for name, x in each)
-
-    return made
-
-
-def holds(ours, reference, make=batch, module=None, **more):
+def holds(ours, reference, make=batch, module=None, sizes=SIZES, **more):
     """Assert value, gradients and second order."""
-    more = {"sizes": SIZES, "order": 2, "on": ["simulated"], "tolerance": 1e-10} | more
-    more["ranks"], constant = more.pop("sizes"), more.pop("constant", ())
-    make = of_variables(make, reference, constant) if constant else make
+    more = {"order": 2, "on": ["simulated"], "tolerance": 1e-10} | more
     ours, reference = (of_module(fn) if module is not None else fn for fn in (ours, reference))
-    report = assert_matches_single_process(ours, reference, make, module=module, **more)
-    assert report.ok
+    assert assert_matches_single_process(ours, reference, make, module=module, ranks=sizes, **more).ok

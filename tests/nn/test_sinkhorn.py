@@ -3,7 +3,7 @@
 import pytest
 import torch
 from references import data
-from runs import gloo, gloo_messages, rules, runs_on
+from runs import rules, runs_on
 
 from diffcoll.nn.functional import sinkhorn
 
@@ -81,27 +81,3 @@ def test_dtypes_and_gradients():
         assert found.dtype == torch.float32
         assert not found.requires_grad
         torch.testing.assert_close(found.double(), published(scores.detach().double(), 0.5), rtol=1e-4, atol=1e-6)
-
-
-def test_what_is_sent():
-    """K numbers in each iteration."""
-
-    def body(x):
-        return [n for _, n in gloo_messages(lambda: sinkhorn(x, iterations=3))][-2:]
-
-    assert gloo(body, data(8, 4).split([5, 3])) == [[4, 4]] * 2
-
-
-@pytest.mark.parametrize(
-    ("scores", "options", "error"),
-    [
-        (torch.ones(3), {}, ValueError),
-        (torch.ones(3, 2).long(), {}, TypeError),
-        ([1.0], {}, TypeError),
-        (torch.ones(3, 2), {"epsilon": 0.0}, ValueError),
-        (torch.ones(3, 2), {"iterations": 0}, ValueError),
-    ],
-)
-def test_errors(scores, options, error):
-    with pytest.raises(error, match="sinkhorn"):
-        sinkhorn(scores, **options)
