@@ -127,19 +127,22 @@ def test_collectives_in_the_loss_and_ranks_that_use_different_parameters(run):
     same(each(body, 2, run), alone(), 1e-9)
 
 
-def test_an_unfrozen_parameter_gets_a_place():
-    """Its first gradient is a message of its own; from then on it is in a bucket."""
+def test_parameters_that_are_unfrozen_and_frozen_later():
+    """A first gradient is a message of its own, and in a bucket from then on; a frozen parameter keeps its gradient."""
 
     def body(r):
-        p, q = (nn.Parameter(torch.full((2,), r + 2.0)) for _ in range(2))
-        q.requires_grad_(False)
-        averager = dc.GradientAverager([p, q], broadcast=False)
-        q.requires_grad_(True)
+        p, unfrozen, frozen = parts = [nn.Parameter(torch.full((2,), r + 2.0)) for _ in range(3)]
+        unfrozen.requires_grad_(False)
+        averager = dc.GradientAverager(parts, broadcast=False)
+        unfrozen.requires_grad_(True)
+        frozen.grad = frozen.detach().clone()
+        frozen.requires_grad_(False)
         found = []
         for _ in range(2):
-            p.grad = q.grad = None
-            messages = " ".join(name for name, _ in profiled(lambda: averager.backward((p * q).sum())))
-            found.append(("late gradients" in messages, q.grad.tolist()))
+            p.grad = unfrozen.grad = None
+            messages = " ".join(name for name, _ in profiled(lambda: averager.backward((p * unfrozen).sum())))
+            found.append(("late gradients" in messages, unfrozen.grad.tolist()))
+            assert torch.equal(frozen.grad, frozen)
         return found
 
     assert gloo(body, range(2)) == [[(True, [2.5, 2.5]), (False, [2.5, 2.5])]] * 2

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from loops import drawn, on_rank
+from loops import OnRank, drawn
 from runs import gloo, rules
 from training import equal_on_all_ranks
 
@@ -14,7 +14,7 @@ from diffcoll.engines.simulated.engine import LocalEngine
 def run(seed, where, monkeypatch):
     loop = drawn(seed)
     monkeypatch.setattr(LocalEngine, "overlaps", lambda self, x: loop.overlaps)  # else all is sent at the end
-    equal_on_all_ranks(where(lambda r: on_rank(seed, r), range(loop.n)))
+    equal_on_all_ranks(where(lambda r: OnRank(seed, loop, r).run(), range(loop.n)))
 
 
 @pytest.mark.parametrize("where, seed", [*product([rules], range(12)), *product([gloo], range(100, 104))])

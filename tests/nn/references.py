@@ -14,15 +14,6 @@ SIZES = ((8,), (4, 4), (5, 3), (5, 0, 3), (0, 4, 0), (2, 3, 1, 2))
 MARKS = ("labels", "ids", "exclude")
 
 
-class Scale(nn.Module):
-    """Parameters of a loss."""
-
-    def __init__(self, **values):
-        super().__init__()
-        for name, value in values.items():
-            setattr(self, name, nn.Parameter(torch.tensor(value, dtype=torch.double)))
-
-
 # ── contrastive losses: the term of each row, of which the loss is the mean ──────────────────────────────
 
 
@@ -113,6 +104,16 @@ def supcon(x, y, scale, bias, labels, **marks):
 def supcon_of_one_view(x, y, scale, bias, labels, **marks):
     return views([F.normalize(torch.cat([x, y], 1))], scale, labels, **marks)
 
+
+#: Without the positives in the denominators.
+DECOUPLED = {
+    "info_nce": lambda x, y, *scale, **marks: info_nce(
+        F.normalize(x), F.normalize(y), *scale, terms=decoupled, **marks
+    ).mean(),
+    "nt_xent": lambda x, y, scale, bias, **marks: views(
+        [F.normalize(x), F.normalize(y)], scale, torch.arange(len(x)), terms=decoupled, **marks
+    ).mean(),
+}
 
 # ── other losses ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,46 +212,40 @@ class Contrastive(NamedTuple):
         return self.terms(x, y, *scale, **marks).mean()
 
 
+def tempered(call):
+    """Our loss of two sets of features, whose scale is 1 / temperature."""
+    return lambda x, y, scale, bias, **options: call(x, y, temperature=1 / scale, **options)
+
+
+def ours_of_hard_negatives(x, y, *, exclude=None, **options):
+    exclude = None if exclude is None else F.pad(exclude, (0, 2))
+    return functional.info_nce_loss(x, y, hard(x, y), exclude=exclude, **options)
+
+
+def ours_of_passages(x, y, *, exclude=None, **options):
+    exclude = None if exclude is None else exclude.repeat_interleave(2, 1)
+    return functional.info_nce_loss(x, passages(x, y), exclude=exclude, **options)
+
+
 PAIRS = ((), ("ids",), ("exclude",), ("ids", "exclude"))
 LABELLED = (("labels",), ("labels", "ids"), ("labels", "ids", "exclude"))
 CONTRASTIVE = {
     "clip": Contrastive(lambda x, y, s, b, **o: functional.clip_loss(x, y, s, **o), clip, PAIRS, normalize=False),
-    "siglip": Contrastive(
-        lambda x, y, s, b, **o: functional.siglip_loss(x, y, s, b, **o), siglip, PAIRS, normalize=False
-    ),
-    "info_nce": Contrastive(
-        lambda x, y, s, b, **o: functional.info_nce_loss(x, y, temperature=1 / s, **o), info_nce, PAIRS + LABELLED
-    ),
+    "siglip": Contrastive(functional.siglip_loss, siglip, PAIRS, normalize=False),
+    "info_nce": Contrastive(tempered(functional.info_nce_loss), info_nce, PAIRS + LABELLED),
+    # the `terms` of these two normalize negatives and passages too
     "info_nce_of_hard_negatives": Contrastive(
-        lambda x, y, s, b, exclude=None, **o: functional.info_nce_loss(
-            x, y, hard(x, y), temperature=1 / s, exclude=None if exclude is None else F.pad(exclude, (0, 2)), **o
-        ),
-        info_nce_of_hard_negatives,
-        PAIRS + LABELLED,
-        normalize=False,  # `terms` normalizes the negatives too
+        tempered(ours_of_hard_negatives), info_nce_of_hard_negatives, PAIRS + LABELLED, normalize=False
     ),
     "info_nce_of_passages": Contrastive(
-        lambda x, y, s, b, exclude=None, **o: functional.info_nce_loss(
-            x,
-            passages(x, y),
-            temperature=1 / s,
-            exclude=None if exclude is None else exclude.repeat_interleave(2, 1),
-            **o,
-        ),
-        info_nce_of_passages,
-        PAIRS + LABELLED,
-        normalize=False,
+        tempered(ours_of_passages), info_nce_of_passages, PAIRS + LABELLED, normalize=False
     ),
-    "nt_xent": Contrastive(
-        lambda x, y, s, b, **o: functional.nt_xent_loss(x, y, temperature=1 / s, **o), nt_xent, PAIRS
-    ),
+    "nt_xent": Contrastive(tempered(functional.nt_xent_loss), nt_xent, PAIRS),
     "supcon": Contrastive(
-        lambda x, y, s, b, **o: functional.supcon_loss(torch.stack([x, y], 1), temperature=1 / s, **o),
-        supcon,
-        LABELLED,
+        tempered(lambda x, y, **o: functional.supcon_loss(torch.stack([x, y], 1), **o)), supcon, LABELLED
     ),
     "supcon_of_one_view": Contrastive(
-        lambda x, y, s, b, **o: functional.supcon_loss(torch.cat([x, y], 1), temperature=1 / s, **o),
+        tempered(lambda x, y, **o: functional.supcon_loss(torch.cat([x, y], 1), **o)),
         supcon_of_one_view,  # which normalizes what it concatenates
         LABELLED,
         normalize=False,
@@ -275,14 +270,9 @@ def pair(kind, marks, module, **options):
     return program(loss.ours, marks, module, **options), program(loss.whole, marks, module)
 
 
-def weighted_sum(losses):
-    """The sum of losses, each with another weight."""
-    losses = list(losses)
-    return lambda *x: sum((k + 1) * loss(*x) for k, loss in enumerate(losses))
-
-
 def parameters_of(kind):
-    return Scale(scale=2.5, bias=-2.0) if kind == "siglip" else Scale(scale=2.5)
+    values = {"scale": 2.5, "bias": -2.0} if kind == "siglip" else {"scale": 2.5}
+    return nn.ParameterDict({name: torch.tensor(value).double() for name, value in values.items()})
 
 
 def data(*shape, seed=0, dtype=torch.double):

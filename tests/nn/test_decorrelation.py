@@ -108,12 +108,7 @@ def test_half_precision_and_autocast(name):
     ours, one, make = LOSSES[name]
     for dtype in (torch.bfloat16, torch.float16):
         xs = [x.to(dtype) for x in make(64)]
-
-        def cast(*xs, ours=ours):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return ours(*xs)
-
-        values = on_ranks(cast, *xs, sizes=(40, 24))
+        values = on_ranks(torch.autocast("cpu", dtype=torch.bfloat16)(ours), *xs, sizes=(40, 24))
         assert values == on_ranks(ours, *xs, sizes=(40, 24)) == [values[0]] * 2
         assert values[0] == pytest.approx(one(*(x.double() for x in xs)).item(), rel=5e-5)
 
@@ -151,7 +146,8 @@ def test_the_nearest_row_of_another_rank_counts():
     torch.testing.assert_close(torch.cat(found), expected)
 
 
-def test_equal_rows_have_finite_gradients():
+def test_equal_rows_have_finite_gradients_and_no_rows_a_loss_of_nan():
+    assert all(value != value for value in on_ranks(koleo_loss, torch.ones(0, 3), sizes=(0, 0)))
     assert all(g.isfinite().all() for g in rules(torch.func.grad(koleo_loss), torch.ones(4, 3).split([3, 1])))
 
 

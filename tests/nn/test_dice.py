@@ -1,5 +1,7 @@
 """Dice, IoU and Tversky losses on ranks against one process with the whole batch; and a loss of sums of one's own."""
 
+from functools import partial
+
 import pytest
 import torch
 from references import data, holds, ratio
@@ -9,12 +11,7 @@ from diffcoll.nn.functional import dice_loss, iou_loss, loss_of_sums, tversky_lo
 
 SIZES = ((6,), (4, 4), (5, 0, 3), (0, 2, 1), (2, 3, 1, 2))
 DIMS = [None, "per class", (0, 2, 3), (0, -1), 0, (2, 3), (1, 2, 3)]
-LOSSES = {"dice": dice_loss, "iou": iou_loss, "tversky": tversky_loss}
-
-
-def call(kind, p, t, **options):
-    weights = {"alpha": 0.3, "beta": 0.8} if kind == "tversky" else {}
-    return LOSSES[kind](p, t, **weights, **options)
+LOSSES = {"dice": dice_loss, "iou": iou_loss, "tversky": partial(tversky_loss, alpha=0.3, beta=0.8)}
 
 
 def segmented(n, seed=0):
@@ -29,19 +26,15 @@ def segmented(n, seed=0):
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_matches_one_process(kind, dims):
-    holds(
-        lambda p, t: call(kind, p, t, dims=dims, smooth=0.5),
-        lambda p, t: ratio(kind, p, t, 0.5, dims),
-        segmented,
-        sizes=SIZES,
-    )
+    ours = partial(LOSSES[kind], dims=dims, smooth=0.5)
+    holds(ours, lambda p, t: ratio(kind, p, t, 0.5, dims), segmented, sizes=SIZES)
 
 
 def test_on_processes():
     def both(loss):
-        return lambda p, t: sum(loss(kind, p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))
+        return lambda p, t: sum(loss(kind)(p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))
 
-    holds(both(call), both(ratio), segmented, sizes=[(3, 0, 4)], on=["gloo"])
+    holds(both(LOSSES.get), both(lambda kind: partial(ratio, kind)), segmented, sizes=[(3, 0, 4)], on=["gloo"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64])
