@@ -11,8 +11,7 @@ from torch import nn
 from training import SMALL, each, everywhere, gradients, made, on_two, same
 
 import diffcoll as dc
-
-functional = dc.nn.functional
+from diffcoll.nn import functional
 
 
 def normed():
@@ -38,8 +37,7 @@ def test_ranks_that_run_out_of_batches(run, loss):
 
     def training():
         model = made(normed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer, []
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), []
 
     def body(r):
         model, optimizer, found = training()

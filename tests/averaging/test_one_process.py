@@ -28,12 +28,11 @@ class Transformer(nn.Module):
 
 
 MODELS = {"mlp": (mlp, (5,)), "convolution": (convolution, (1, 3, 3)), "transformer": (Transformer, (4, 3))}
-ON_ONE = [(name, n, where) for name in MODELS for n, where in ((1, "rules"), (2, "rules"), (3, "rules"), (3, "gloo"))]
+ON = [(name, n, where) for name in MODELS for n, where in ((1, "rules"), (2, "rules"), (3, "rules"), (3, "gloo"))]
+ON += [("convolution", 2, "mpi"), ("mlp", 3, "mpi")]
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "run"), [*ON_ONE, ("convolution", 2, "mpi"), ("mlp", 3, "mpi")], indirect=["run"]
-)
+@pytest.mark.parametrize(("name", "n", "run"), ON, indirect=["run"])
 def test_one_process_on_the_whole_batch(name, n, run):
     """Three training steps on uneven and empty batches: sums of losses, means, counts, micro-batches."""
     make, shape = MODELS[name]
