@@ -4,51 +4,47 @@ import math
 
 import pytest
 import torch
-from training import RUNS, everywhere, refused
+from runs import refusal
+from training import everywhere
 
 import diffcoll as dc
 
 
+def tensors(dtype, *values):
+    return [torch.tensor(value, dtype=dtype) for value in values]
+
+
+def cases():
+    """The three ranks' values, their weights, the mean, and its dtype on rank 0."""
+    losses = [x.requires_grad_() for x in tensors(torch.float32, 1.0, 2.0, 3.0)]
+    half_complex = tensors(torch.complex64, [1, 0], [1 + 2j, 0], [1 + 4j, 3])
+    no_batch, large = (3.0 * 2**25 + 5.0) / (2**25 + 1), [0, 2**25, torch.tensor(1)]
+    return [
+        (losses, None, 2.0, torch.float32),
+        ([1, 2, 3], [0, 1, 2], 8 / 3, torch.float64),
+        ([math.nan, 2.0, 4.0], tensors(torch.int64, 0, 1, 1), 3.0, torch.float64),
+        (tensors(torch.bfloat16, [0.0, 0.0], [1.0, 3.0], [2.0, 6.0]), None, [1.0, 3.0], torch.float32),
+        (tensors(torch.int64, 0, 2, 4), None, 2.0, torch.float32),
+        ([z.to(torch.complex32) for z in half_complex], None, [1 + 2j, 1], torch.complex64),
+        # ranks without a batch pass 0.0, others have other dtypes; large weights are exact
+        ([0.0, torch.tensor(3.0), torch.tensor(5.0).bfloat16()], large, no_batch, torch.float64),
+        ([torch.zeros(2).double(), *tensors(None, [3.0] * 2, [5.0] * 2)], large, [no_batch] * 2, torch.float64),
+        ([*tensors(torch.complex64, 1j, 3j), torch.tensor(2j).to(torch.complex128)], [1, 2, 1], 2.25j, torch.complex64),
+    ]
+
+
 @everywhere
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_global_mean(where):
+def test_global_mean(run):
     def body(r):
-        loss = torch.tensor(float(r + 1), requires_grad=True)
-        means = [
-            dc.global_mean(loss),
-            dc.global_mean(r + 1, weight=r),
-            dc.global_mean(math.nan if r == 0 else 2.0 * r, weight=torch.tensor(min(r, 1))),
-            dc.global_mean(torch.tensor([1.0, 3.0], dtype=torch.bfloat16) * r),
-            dc.global_mean(torch.tensor(2 * r)),
-            dc.global_mean(torch.full((2,), 1 + 2j * r).to(torch.complex32)),
-            dc.global_mean(3, weight=0),
-        ]
-        assert not means[0].requires_grad
-        return means
+        means = [dc.global_mean(values[r], weights and weights[r]) for values, weights, *_ in cases()]
+        return means, dc.global_mean(3, weight=0)
 
-    for *means, nothing in RUNS[where](body, range(3)):
-        assert [m.tolist() for m in means] == [2.0, 8 / 3, 3.0, [1.0, 3.0], 2.0, [1 + 2j] * 2]
+    found = run(body, range(3))
+    assert [(m.tolist(), m.dtype, m.requires_grad) for m in found[0][0]] == [(*case[2:], False) for case in cases()]
+    for means, nothing in found:
+        torch.testing.assert_close(means, found[0][0], check_dtype=False, rtol=1e-6, atol=0)
         assert nothing.isnan()
-        wide = [torch.float32, torch.float64, torch.float64, torch.float32, torch.float32, torch.complex64]
-        assert [m.dtype for m in means] == wide
-
-
-@everywhere
-def test_numbers_and_tensors_of_other_dtypes(where):
-    """A rank without a batch passes 0.0, the others a loss in float32 or bfloat16; large weights are exact."""
-    values = [0.0, torch.tensor(3.0), torch.tensor(5.0, dtype=torch.bfloat16)]
-
-    def body(value, tokens):
-        return dc.global_mean(value, tokens)
-
-    found = RUNS[where](body, values, [0, 2**25, torch.tensor(1)])
-    right = (3.0 * 2**25 + 5.0) / (2**25 + 1)
-    assert [mean.item() for mean in found] == [right, 3.0, 3.0]
-    assert [mean.dtype for mean in found] == [torch.float64, torch.float32, torch.float32]
-    rows = [torch.zeros(2).double(), torch.full((2,), 3.0), torch.full((2,), 5.0)]
-    assert RUNS[where](body, rows, [0, 2**25, 1])[0].tolist() == [right] * 2
-    found = RUNS[where](body, [torch.tensor(1j), torch.tensor(2j, dtype=torch.complex128), torch.tensor(3j)], [1, 1, 2])
-    assert [mean.item() for mean in found] == [2.25j] * 3
 
 
 WRONG = [
@@ -61,4 +57,4 @@ WRONG = [
 
 @pytest.mark.parametrize(("call", "error", "argument"), WRONG)
 def test_wrong_arguments(call, error, argument):
-    assert refused(call, error).startswith(f"global_mean: {argument}: ")
+    assert refusal(error, call).startswith(f"global_mean: {argument}: ")

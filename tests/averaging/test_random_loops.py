@@ -1,8 +1,10 @@
 """Random training loops with GradientAverager, see `loops`."""
 
+from itertools import product
+
 import pytest
 import torch
-from loops import drawn, on_rank
+from loops import OnRank, drawn
 from runs import gloo, rules
 from training import equal_on_all_ranks
 
@@ -12,17 +14,12 @@ from diffcoll.engines.simulated.engine import LocalEngine
 def run(seed, where, monkeypatch):
     loop = drawn(seed)
     monkeypatch.setattr(LocalEngine, "overlaps", lambda self, x: loop.overlaps)  # else all is sent at the end
-    equal_on_all_ranks(where(lambda r: on_rank(seed, r), range(loop.n)))
+    equal_on_all_ranks(where(lambda r: OnRank(seed, loop, r).run(), range(loop.n)))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_loops(seed, monkeypatch):
-    run(seed, rules, monkeypatch)
-
-
-@pytest.mark.parametrize("seed", range(100, 104))
-def test_random_loops_on_gloo(seed, monkeypatch):
-    run(seed, gloo, monkeypatch)
+@pytest.mark.parametrize("where, seed", [*product([rules], range(12)), *product([gloo], range(100, 104))])
+def test_random_loops(seed, where, monkeypatch):
+    run(seed, where, monkeypatch)
 
 
 @pytest.mark.slow

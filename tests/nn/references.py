@@ -1,6 +1,5 @@
 """Losses of a whole batch on one process, from their formulas, and programs that run ours against them."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,15 +12,6 @@ from diffcoll.testing import assert_matches_single_process
 
 SIZES = ((8,), (4, 4), (5, 3), (5, 0, 3), (0, 4, 0), (2, 3, 1, 2))
 MARKS = ("labels", "ids", "exclude")
-
-
-class Scale(nn.Module):
-    """Parameters of a loss."""
-
-    def __init__(self, **values):
-        super().__init__()
-        for name, value in values.items():
-            setattr(self, name, nn.Parameter(torch.tensor(value, dtype=torch.double)))
 
 
 # ── contrastive losses: the term of each row, of which the loss is the mean ──────────────────────────────
@@ -115,6 +105,16 @@ def supcon_of_one_view(x, y, scale, bias, labels, **marks):
     return views([F.normalize(torch.cat([x, y], 1))], scale, labels, **marks)
 
 
+#: Without the positives in the denominators.
+DECOUPLED = {
+    "info_nce": lambda x, y, *scale, **marks: info_nce(
+        F.normalize(x), F.normalize(y), *scale, terms=decoupled, **marks
+    ).mean(),
+    "nt_xent": lambda x, y, scale, bias, **marks: views(
+        [F.normalize(x), F.normalize(y)], scale, torch.arange(len(x)), terms=decoupled, **marks
+    ).mean(),
+}
+
 # ── other losses ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -174,10 +174,9 @@ def vocabulary_cross_entropy(
 
 
 def mean_of_tokens(losses, weight):
-    """Σ w l / Σ w, one token after the other; those of weight zero are left out."""
-    listed = zip(losses.flatten(), weight.expand(losses.shape).flatten(), strict=True)
-    pairs = [(loss, w.item()) for loss, w in listed if w]
-    return sum(w * loss for loss, w in pairs) / sum(w for _, w in pairs)
+    """Σ w l / Σ w."""
+    weight = weight.expand(losses.shape)
+    return (weight * losses).sum() / weight.sum()
 
 
 def ratio(kind, p, t, smooth=1.0, dims=None, alpha=0.3, beta=0.8):
@@ -213,46 +212,40 @@ class Contrastive(NamedTuple):
         return self.terms(x, y, *scale, **marks).mean()
 
 
+def tempered(call):
+    """Our loss of two sets of features, whose scale is 1 / temperature."""
+    return lambda x, y, scale, bias, **options: call(x, y, temperature=1 / scale, **options)
+
+
+def ours_of_hard_negatives(x, y, *, exclude=None, **options):
+    exclude = None if exclude is None else F.pad(exclude, (0, 2))
+    return functional.info_nce_loss(x, y, hard(x, y), exclude=exclude, **options)
+
+
+def ours_of_passages(x, y, *, exclude=None, **options):
+    exclude = None if exclude is None else exclude.repeat_interleave(2, 1)
+    return functional.info_nce_loss(x, passages(x, y), exclude=exclude, **options)
+
+
 PAIRS = ((), ("ids",), ("exclude",), ("ids", "exclude"))
 LABELLED = (("labels",), ("labels", "ids"), ("labels", "ids", "exclude"))
 CONTRASTIVE = {
     "clip": Contrastive(lambda x, y, s, b, **o: functional.clip_loss(x, y, s, **o), clip, PAIRS, normalize=False),
-    "siglip": Contrastive(
-        lambda x, y, s, b, **o: functional.siglip_loss(x, y, s, b, **o), siglip, PAIRS, normalize=False
-    ),
-    "info_nce": Contrastive(
-        lambda x, y, s, b, **o: functional.info_nce_loss(x, y, temperature=1 / s, **o), info_nce, PAIRS + LABELLED
-    ),
+    "siglip": Contrastive(functional.siglip_loss, siglip, PAIRS, normalize=False),
+    "info_nce": Contrastive(tempered(functional.info_nce_loss), info_nce, PAIRS + LABELLED),
+    # the `terms` of these two normalize negatives and passages too
     "info_nce_of_hard_negatives": Contrastive(
-        lambda x, y, s, b, exclude=None, **o: functional.info_nce_loss(
-            x, y, hard(x, y), temperature=1 / s, exclude=None if exclude is None else F.pad(exclude, (0, 2)), **o
-        ),
-        info_nce_of_hard_negatives,
-        PAIRS + LABELLED,
-        normalize=False,  # `terms` normalizes the negatives too
+        tempered(ours_of_hard_negatives), info_nce_of_hard_negatives, PAIRS + LABELLED, normalize=False
     ),
     "info_nce_of_passages": Contrastive(
-        lambda x, y, s, b, exclude=None, **o: functional.info_nce_loss(
-            x,
-            passages(x, y),
-            temperature=1 / s,
-            exclude=None if exclude is None else exclude.repeat_interleave(2, 1),
-            **o,
-        ),
-        info_nce_of_passages,
-        PAIRS + LABELLED,
-        normalize=False,
+        tempered(ours_of_passages), info_nce_of_passages, PAIRS + LABELLED, normalize=False
     ),
-    "nt_xent": Contrastive(
-        lambda x, y, s, b, **o: functional.nt_xent_loss(x, y, temperature=1 / s, **o), nt_xent, PAIRS
-    ),
+    "nt_xent": Contrastive(tempered(functional.nt_xent_loss), nt_xent, PAIRS),
     "supcon": Contrastive(
-        lambda x, y, s, b, **o: functional.supcon_loss(torch.stack([x, y], 1), temperature=1 / s, **o),
-        supcon,
-        LABELLED,
+        tempered(lambda x, y, **o: functional.supcon_loss(torch.stack([x, y], 1), **o)), supcon, LABELLED
     ),
     "supcon_of_one_view": Contrastive(
-        lambda x, y, s, b, **o: functional.supcon_loss(torch.cat([x, y], 1), temperature=1 / s, **o),
+        tempered(lambda x, y, **o: functional.supcon_loss(torch.cat([x, y], 1), **o)),
         supcon_of_one_view,  # which normalizes what it concatenates
         LABELLED,
         normalize=False,
@@ -277,14 +270,9 @@ def pair(kind, marks, module, **options):
     return program(loss.ours, marks, module, **options), program(loss.whole, marks, module)
 
 
-def weighted_sum(losses):
-    """The sum of losses, each with another weight."""
-    losses = list(losses)
-    return lambda *x: sum((k + 1) * loss(*x) for k, loss in enumerate(losses))
-
-
 def parameters_of(kind):
-    return Scale(scale=2.5, bias=-2.0) if kind == "siglip" else Scale(scale=2.5)
+    values = {"scale": 2.5, "bias": -2.0} if kind == "siglip" else {"scale": 2.5}
+    return nn.ParameterDict({name: torch.tensor(value).double() for name, value in values.items()})
 
 
 def data(*shape, seed=0, dtype=torch.double):
@@ -304,22 +292,8 @@ def of_module(fn):
     return lambda module, *given, **named: fn(*given, **named)
 
 
-def of_variables(make, fn, constant):
-    """Return batches in which the arguments of fn with these names are no variables."""
-    names = list(inspect.signature(fn).parameters)
-
-    def made(rows):
-        each = zip(names, make(rows), strict=True)
-        return tuple(x.requires_grad_() if name not in constant and x.is_floating_point() else x for name, x in each)
-
-    return made
-
-
-def holds(ours, reference, make=batch, module=None, **more):
+def holds(ours, reference, make=batch, module=None, sizes=SIZES, **more):
     """Assert value, gradients and second order."""
-    more = {"sizes": SIZES, "order": 2, "on": ["simulated"], "tolerance": 1e-10} | more
-    more["ranks"], constant = more.pop("sizes"), more.pop("constant", ())
-    make = of_variables(make, reference, constant) if constant else make
+    more = {"order": 2, "on": ["simulated"], "tolerance": 1e-10} | more
     ours, reference = (of_module(fn) if module is not None else fn for fn in (ours, reference))
-    report = assert_matches_single_process(ours, reference, make, module=module, **more)
-    assert report.ok
+    assert assert_matches_single_process(ours, reference, make, module=module, ranks=sizes, **more).ok

@@ -1,22 +1,17 @@
 """Dice, IoU and Tversky losses on ranks against one process with the whole batch; and a loss of sums of one's own."""
 
+from functools import partial
+
 import pytest
 import torch
 from references import data, holds, ratio
-from runs import gloo, gloo_messages, profiled, rules
+from runs import gloo, profiled, rules
 
-import diffcoll as dc
-from diffcoll.nn import DiceLoss, IoULoss, TverskyLoss
 from diffcoll.nn.functional import dice_loss, iou_loss, loss_of_sums, tversky_loss
 
 SIZES = ((6,), (4, 4), (5, 0, 3), (0, 2, 1), (2, 3, 1, 2))
 DIMS = [None, "per class", (0, 2, 3), (0, -1), 0, (2, 3), (1, 2, 3)]
-LOSSES = {"dice": dice_loss, "iou": iou_loss, "tversky": tversky_loss}
-
-
-def call(kind, p, t, **options):
-    weights = {"alpha": 0.3, "beta": 0.8} if kind == "tversky" else {}
-    return LOSSES[kind](p, t, **weights, **options)
+LOSSES = {"dice": dice_loss, "iou": iou_loss, "tversky": partial(tversky_loss, alpha=0.3, beta=0.8)}
 
 
 def segmented(n, seed=0):
@@ -31,29 +26,15 @@ def segmented(n, seed=0):
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_matches_one_process(kind, dims):
-    holds(
-        lambda p, t: call(kind, p, t, dims=dims, smooth=0.5),
-        lambda p, t: ratio(kind, p, t, 0.5, dims),
-        segmented,
-        sizes=SIZES,
-    )
+    ours = partial(LOSSES[kind], dims=dims, smooth=0.5)
+    holds(ours, lambda p, t: ratio(kind, p, t, 0.5, dims), segmented, sizes=SIZES)
 
 
-@pytest.mark.parametrize("on", ["gloo"])
-def test_on_processes(on):
+def test_on_processes():
     def both(loss):
-        return lambda p, t: sum(loss(kind, p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))
+        return lambda p, t: sum(loss(kind)(p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))
 
-    holds(both(call), both(ratio), segmented, sizes=[(3, 0, 4)], on=[on])
-
-
-def test_every_rank_returns_the_loss_of_the_whole_batch():
-    """The numbers of the note, which are not the mean of the ranks' own losses."""
-    p, t = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2]), torch.tensor([1, 1, 0, 0, 0])
-    for loss, whole in ((dice_loss, 0.2414), (iou_loss, 0.3415)):
-        first, second = rules(lambda p, t: loss(p, t).item(), p.split([3, 2]), t.split([3, 2]))  # noqa: B023
-        assert first == second == pytest.approx(whole, abs=1e-4)
-    assert iou_loss(p, t) == tversky_loss(p, t, alpha=1, beta=1)
+    holds(both(LOSSES.get), both(lambda kind: partial(ratio, kind)), segmented, sizes=[(3, 0, 4)], on=["gloo"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64])
@@ -70,41 +51,6 @@ def test_a_class_that_is_nowhere():
     none, some = torch.zeros(2, 3), torch.tensor([[0.0, 0.5, 0.2]])
     assert all(v != v for v in rules(lambda p: dice_loss(p, 0 * p, smooth=0).item(), none.split(1)))
     assert rules(lambda p: dice_loss(p, 0 * p, smooth=0).item(), [none, some]) == [1, 1]
-
-
-@pytest.mark.parametrize(("dims", "numbers"), [(None, [3, 1]), ((0, 2, 3), [9, 1]), ((2, 3), [2, 1])])
-def test_what_is_sent(dims, numbers):
-    def body(p, t):
-        values = []
-        forward = gloo_messages(lambda: values.append(dice_loss(p.requires_grad_(), t, dims=dims)))
-        return [n for _, n in forward + gloo_messages(values[0].backward)]
-
-    assert gloo(body, *(x.split([5, 3]) for x in segmented(8))) == [numbers] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error"),
-    [
-        ((torch.ones(2, 3), torch.ones(2, 4)), {}, ValueError),
-        ((torch.ones(()), torch.ones(())), {}, ValueError),
-        ((torch.ones(2).long(), torch.ones(2)), {}, TypeError),
-        ((torch.ones(2, 3), torch.ones(2, 3)), {"smooth": -1.0}, ValueError),
-        ((torch.ones(2, 3), torch.ones(2, 3)), {"dims": 2}, ValueError),
-        ((torch.ones(2), torch.ones(2)), {"dims": "per class"}, ValueError),
-        ((torch.ones(2, 3), torch.ones(2, 3)), {"dims": "classes"}, TypeError),
-    ],
-)
-def test_errors(arguments, options, error):
-    for kind in LOSSES.values():
-        with pytest.raises(error, match=kind.__name__):
-            kind(*arguments, **options)
-
-
-def test_the_modules():
-    p, t = segmented(4)
-    assert DiceLoss(dims="per class")(p, t) == dice_loss(p, t, dims="per class")
-    assert IoULoss(smooth=0.0)(p, t) == iou_loss(p, t, smooth=0.0)
-    assert TverskyLoss(alpha=0.3)(p, t) == tversky_loss(p, t, alpha=0.3)
 
 
 # ── loss_of_sums ─────────────────────────────────────────────────────────────────────────────────────────
@@ -143,4 +89,4 @@ def test_every_rank_runs_backward_also_where_its_sums_need_no_gradient():
     assert of_first[0] == of_second[0] == "sum_gradients backward"
     with torch.no_grad():
         assert rules(lambda r: loss_of_sums(torch.div, torch.ones(()), torch.ones(())).requires_grad, range(2))
-    assert dc.nn.functional.loss_of_sums(torch.div, torch.ones(()), torch.ones(())) == 1
+    assert loss_of_sums(torch.div, torch.ones(()), torch.ones(())) == 1

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from references import CONTRASTIVE
 
 import diffcoll as dc
-from diffcoll.nn.functional import sigreg_loss
+from diffcoll.nn import functional
 from diffcoll.testing import simulate
 
 SCALE = 20.0
@@ -36,10 +36,10 @@ CONTRASTIVES = {
     "siglip": contrastive("siglip", 3 * SCALE, -1.7 * SCALE),
 }
 OTHERS = {
-    "barlow twins": lambda x, y, n, **o: dc.nn.functional.barlow_twins_loss(x, y, **o),
-    "vicreg": lambda x, y, n, **o: dc.nn.functional.vicreg_loss(x, y, **o),
-    "koleo": lambda x, y, n, **o: dc.nn.functional.koleo_loss(x, **o) + dc.nn.functional.koleo_loss(y, **o),
-    "sigreg": lambda x, y, n, **o: sigreg_loss(x, seed=0, **o) + sigreg_loss(5 * y, seed=1, **o),
+    "barlow twins": lambda x, y, n: functional.barlow_twins_loss(x, y),
+    "vicreg": lambda x, y, n: functional.vicreg_loss(x, y),
+    "koleo": lambda x, y, n: functional.koleo_loss(x) + functional.koleo_loss(y),
+    "sigreg": lambda x, y, n: functional.sigreg_loss(x, seed=0) + functional.sigreg_loss(5 * y, seed=1),
 }
 WAYS = [{}, {"chunk_size": 4}]
 #: Noise between the features of a pair, from equal to independent, and whether pairs are wrong.
@@ -106,7 +106,7 @@ def test_ratios_of_sums(kind, dims):
     noise = torch.randn(12, 8, generator=g) / 2
 
     def of_probabilities(p, _, n, **options):
-        return getattr(dc.nn.functional, kind)(p, targets[n], dims=dims, **options)
+        return getattr(functional, kind)(p, targets[n], dims=dims, **options)
 
     def of_logits(z, _, n, **options):
         wide = z if z.dtype == torch.double else z.float()
@@ -125,41 +125,33 @@ def test_ratios_of_sums(kind, dims):
     assert min(seen) < 3e-4
 
 
-def test_parts_of_ranks_that_cancel():
-    """Nearly equal features at scale 100: each rank's part of a gradient is much larger than their sum."""
-    for name in ("clip", "info_nce_loss", "nt_xent_loss", "supcon"):
-        x, y = features(0.3, 0, torch.bfloat16, rows=32, common=10.0)
-        _, *right = gradients(CONTRASTIVES[name], x.double(), y.double(), [32])
-        _, *found = gradients(CONTRASTIVES[name], x, y, [8] * 4)
-        assert all(roundings(a, b, 1, torch.bfloat16) < 3 for a, b in zip(found, right, strict=True))
+OTHER_WAYS = {
+    # at scale 100 each rank's part of a gradient is much larger than their sum
+    "parts of ranks that cancel": (features(0.3, 0, torch.bfloat16, rows=32, common=10.0), [8] * 4, {}),
+    "transforms": (features(0.35, 0, torch.bfloat16), [5, 0, 7], {"transformed": True}),
+    "chunks in transforms": (features(0.35, 0, torch.bfloat16), [5, 0, 7], {"transformed": True, "chunk_size": 4}),
+}
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
-def test_within_transforms(options):
-    x, y = features(0.35, 0, torch.bfloat16)
-    for name in ("clip", "nt_xent_loss", "supcon"):
-        _, *right = gradients(CONTRASTIVES[name], x.double(), y.double(), [12])
-        _, *found = gradients(CONTRASTIVES[name], x, y, [5, 0, 7], transformed=True, **options)
-        assert all(roundings(a, b, 1, torch.bfloat16) < 3 for a, b in zip(found, right, strict=True))
+@pytest.mark.parametrize(("pairs", "sizes", "options"), OTHER_WAYS.values(), ids=OTHER_WAYS)
+@pytest.mark.parametrize("name", ["clip", "info_nce_loss", "nt_xent_loss", "supcon"])
+def test_other_ways(name, pairs, sizes, options):
+    _, *right = gradients(CONTRASTIVES[name], *(x.double() for x in pairs), [sum(sizes)])
+    _, *found = gradients(CONTRASTIVES[name], *pairs, sizes, **options)
+    assert all(roundings(a, b, 1, torch.bfloat16) < 3 for a, b in zip(found, right, strict=True))
 
 
 def cross_entropy(x, y):
     return F.cross_entropy(SCALE * x @ y.T, torch.arange(len(x)))
 
 
-def of_info_nce(x, y, n, **options):
-    return dc.nn.functional.info_nce_loss(x, y, temperature=1 / SCALE, normalize=False, **options)
+USUAL = {
+    "info_nce": (contrastive("info_nce", more=[("normalize", False)]), cross_entropy),
+    "clip": (contrastive("clip"), lambda x, y: (cross_entropy(x, y) + cross_entropy(y, x)) / 2),
+}
 
 
-def of_clip(x, y, n, **options):
-    return dc.nn.functional.clip_loss(x, y, SCALE, **options)
-
-
-@pytest.mark.parametrize(
-    ("ours", "usual_loss"),
-    [(of_info_nce, cross_entropy), (of_clip, lambda x, y: (cross_entropy(x, y) + cross_entropy(y, x)) / 2)],
-    ids=["info_nce", "clip"],
-)
+@pytest.mark.parametrize(("ours", "usual_loss"), USUAL.values(), ids=USUAL)
 def test_float32_is_as_accurate_as_cross_entropy(ours, usual_loss):
     """In float32 a gradient of cross-entropy is wrong by a rounding divided by the loss; ours is not, nor the loss."""
     for noise, wrong in NOISE:

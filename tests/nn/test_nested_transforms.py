@@ -9,12 +9,11 @@ from functools import partial
 
 import nests
 import pytest
+import references
 import torch
-import torch.nn.functional as F
-from references import CONTRASTIVE, barlow_twins, ratio, sigreg, vicreg, vocabulary_cross_entropy
 from runs import gloo, rules
 
-from diffcoll import all_reduce, get_world_size, nn, sum_gradients
+from diffcoll import all_reduce, nn, sum_gradients
 from diffcoll.nn import functional
 from diffcoll.nn.functional import moments, weighted_mean
 
@@ -27,86 +26,59 @@ def features(x, r, rows):
     return (1.3 * base * x[0] + base.cos() * x[1] + base).sin()
 
 
-def halves(z):
-    return z[:, :2], z[:, 2:]
-
-
 def labels_of(r, rows):
     return (torch.arange(rows) + r) % 3
 
 
-# ── on one process: the value that each rank returns, from the features of all ranks ─────────────────────
+# ── programs: from the features and labels of a rank, and from those of all ranks ────────────────────────
 
 
-def contrastive_on_one(kind, scale, bias, z, sizes):
-    labels = torch.cat([labels_of(r, rows) for r, rows in enumerate(sizes)])
-    loss = CONTRASTIVE[kind]
-    xs = map(F.normalize, halves(z)) if loss.normalize else halves(z)
-    terms = loss.terms(*xs, scale, bias, **({"labels": labels} if "supcon" in kind else {}))
-    return [terms.mean()] * len(sizes)
+def contrastive(kind, scale=2.0, bias=0.0, **options):
+    def of(loss, **options):
+        def of_rows(z, labels):
+            marks = {"labels": labels} if "supcon" in kind else {}
+            return loss(z[:, :2], z[:, 2:], scale, bias, **marks, **options)
+
+        return of_rows
+
+    return of(references.CONTRASTIVE[kind].ours, **options), of(references.CONTRASTIVE[kind].whole)
 
 
-def barlow_on_one(z, sizes):
-    return [barlow_twins(*halves(z), lambda_param=0.3)] * len(sizes)
+def of_views(ours, whole, **options):
+    return tuple(lambda z, labels, f=f: f(z[:, :2], z[:, 2:], **options) for f in (ours, whole))
 
 
-def vicreg_on_one(z, sizes):
-    return [vicreg(*halves(z))] * len(sizes)
-
-
-def koleo_on_one(z, sizes):
-    terms = []
-    for i, row in enumerate(z):
-        distances = (row - torch.cat([z[:i], z[i + 1 :]]) + 1e-8).square().sum(1).sqrt()
-        terms.append(-torch.log(distances.min() + 1e-8))
-    return [torch.stack(terms).mean()] * len(sizes)
-
-
-def sigreg_on_one(z, sizes):
-    return [sigreg(z, 3, num_slices=4)] * len(sizes)
+def of_features(ours, whole):
+    return tuple(lambda z, labels, f=f: f(z) for f in (ours, whole))
 
 
 #: Tokens, whose hidden states depend on the rows of all ranks.
 TARGET = torch.tensor([1, -100, 2, 0])
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.1}
 
 
 def hidden(total):
     return (1.3 * torch.arange(16, dtype=torch.float64)).view(4, 4).sin() + total.cos()
 
 
-def vocabulary_on_one(z, sizes):
-    loss = vocabulary_cross_entropy(hidden(z.sum(0)), z, TARGET, z[:, 0], label_smoothing=0.1, z_loss=0.1)
-    return [loss / len(sizes)] * len(sizes)
+def vocabulary(**options):
+    def on_rank(z, labels):
+        states, more = hidden(all_reduce(z.sum(0), grad_placement="replicate")), {"bias_shard": z[:, 0], **OPTIONS}
+        return sum_gradients(functional.vocab_parallel_cross_entropy(states, z, TARGET, **more, **options))
+
+    return on_rank, lambda z, labels: references.vocabulary_cross_entropy(
+        hidden(z.sum(0)), z, TARGET, z[:, 0], **OPTIONS
+    )
 
 
-def dice_on_one(z, sizes):
-    p, t = ((v + 1) / 2 for v in halves(z))
-    return [ratio("dice", p, t, dims=0)] * len(sizes)
+def both_moments(z, w):
+    """Mean and variance, as those of `moments`."""
+    mean = (w * z).sum() / w.expand_as(z).sum()
+    return torch.stack([mean, (w * (z - mean).square()).sum() / w.expand_as(z).sum()])
 
 
-def moments_on_one(z, sizes):
-    return [torch.stack([z.mean(), z.var(correction=0)])] * len(sizes)
-
-
-def moments_of_weighted_on_one(z, sizes):
-    w = z[:, :1].square()
-    mean = (w * z).sum() / (4 * w.sum())
-    return [torch.stack([mean, (w * (z - mean).square()).sum() / (4 * w.sum())])] * len(sizes)
-
-
-def weighted_mean_on_one(z, sizes):
-    w = z[:, 0].square()
-    return [(w * z[:, 1]).sum() / w.sum()] * len(sizes)
-
-
-def token_mean_on_one(z, sizes):
-    w = torch.cat([labels_of(r, rows) for r, rows in enumerate(sizes)])[:, None]
-    return [(w * z).sum() / (4 * w.sum())] * len(sizes)
-
-
-def batch_norm_on_one(z, sizes):
-    y = (z - z.mean(0)) / (z.var(0, correction=0) + 1e-3).sqrt()
-    return [used(part) for part in y.split(sizes)]
+def normalized(z):
+    return (z - z.mean(0)) / (z.var(0, correction=0) + 1e-3).sqrt()
 
 
 def used(y):
@@ -115,53 +87,44 @@ def used(y):
     return torch.stack([(w * y).sum(), (w * y.sin()).sum()])
 
 
-# ── on ranks ─────────────────────────────────────────────────────────────────────────────────────────────
+def of_weights(z):
+    """Positive functions of the features, one for each row."""
+    return z[:, :1].square()
 
 
-def weighted_moments(z, r):
-    return torch.stack([y.view(()) for y in moments(z, (0, 1), weight=z[:, :1].square())[1:]])
-
-
-def normalized(z, r):
-    return used(nn.SyncBatchNorm(4, eps=1e-3, affine=False, track_running_stats=False)(z))
-
-
-def vocabulary(z, r, **options):
-    states = hidden(all_reduce(z.sum(0), grad_placement="replicate"))
-    more = {"bias_shard": z[:, 0], "label_smoothing": 0.1, "z_loss": 0.1, **options}
-    return sum_gradients(functional.vocab_parallel_cross_entropy(states, z, TARGET, **more)) / get_world_size()
-
-
-def contrastive(kind, scale, bias, z, r, **options):
-    marks = {"labels": labels_of(r, len(z))} if "supcon" in kind else {}
-    return CONTRASTIVE[kind].ours(*halves(z), scale, bias, **marks, **options)
-
-
-SCALES = {"clip": (2.0, 0.0), "info_nce": (2.0, 0.0), "nt_xent": (2.0, 0.0), "supcon_of_one_view": (2.0, 0.0)}
-SCALES |= {"siglip": (3.0, -1.0), "info_nce_of_hard_negatives": (2.0, 0.0), "info_nce_of_passages": (2.0, 0.0)}
-OPTIONS = ({}, {"chunk_size": 2})  # ranks have 3 rows
-#: name → on a rank, from its features; on one process, from all features.
+KINDS = ["clip", "info_nce", "nt_xent", "supcon_of_one_view", "info_nce_of_hard_negatives", "info_nce_of_passages"]
+#: The value of the whole batch, the same on each rank; of batch norm, each rank's rows.
 PROGRAMS = {
-    **{
-        " ".join([kind, *map(str, options.values())]): (
-            partial(contrastive, kind, *scale, **options),
-            partial(contrastive_on_one, kind, *scale),
-        )
-        for kind, scale in SCALES.items()
-        for options in OPTIONS
-    },
-    "barlow twins": (lambda z, r: functional.barlow_twins_loss(*halves(z), lambda_param=0.3), barlow_on_one),
-    "vicreg": (lambda z, r: functional.vicreg_loss(*halves(z)), vicreg_on_one),
-    "koleo": (lambda z, r: functional.koleo_loss(z, normalize=False), koleo_on_one),
-    "sigreg": (lambda z, r: functional.sigreg_loss(z, seed=3, num_slices=4), sigreg_on_one),
-    "vocabulary": (vocabulary, vocabulary_on_one),
-    "vocabulary 2": (partial(vocabulary, chunk_size=2), vocabulary_on_one),
-    "dice": (lambda z, r: functional.dice_loss(*((v + 1) / 2 for v in halves(z)), dims="per class"), dice_on_one),
-    "moments": (lambda z, r: torch.stack(moments(z, (0, 1))[1:]), moments_on_one),
-    "moments of weighted": (weighted_moments, moments_of_weighted_on_one),
-    "weighted mean": (lambda z, r: weighted_mean(z[:, 1], weight=z[:, 0].square()), weighted_mean_on_one),
-    "token mean": (lambda z, r: functional.token_mean(z, labels_of(r, len(z))[:, None]), token_mean_on_one),
-    "batch norm": (normalized, batch_norm_on_one),
+    **{kind: contrastive(kind) for kind in KINDS},
+    **{f"{kind} 2": contrastive(kind, chunk_size=2) for kind in KINDS},  # ranks have 3 rows
+    "siglip": contrastive("siglip", 3.0, -1.0),
+    "siglip 2": contrastive("siglip", 3.0, -1.0, chunk_size=2),
+    "barlow twins": of_views(functional.barlow_twins_loss, references.barlow_twins, lambda_param=0.3),
+    "vicreg": of_views(functional.vicreg_loss, references.vicreg),
+    "koleo": of_features(partial(functional.koleo_loss, normalize=False), partial(references.koleo, normalize=False)),
+    "sigreg": of_features(*(partial(f, seed=3, num_slices=4) for f in (functional.sigreg_loss, references.sigreg))),
+    "vocabulary": vocabulary(),
+    "vocabulary 2": vocabulary(chunk_size=2),
+    "dice": of_features(
+        lambda z: functional.dice_loss(z[:, :2].cos(), z[:, 2:].cos(), dims="per class"),
+        lambda z: references.ratio("dice", z[:, :2].cos(), z[:, 2:].cos(), dims=0),
+    ),
+    "moments": of_features(
+        lambda z: torch.stack(moments(z, (0, 1))[1:]), lambda z: both_moments(z, torch.ones_like(z))
+    ),
+    "moments of weighted": of_features(
+        lambda z: torch.stack([y.view(()) for y in moments(z, (0, 1), weight=of_weights(z))[1:]]),
+        lambda z: both_moments(z, of_weights(z)),
+    ),
+    "weighted mean": of_features(
+        lambda z: weighted_mean(z[:, 1:2], weight=of_weights(z)),
+        lambda z: references.mean_of_tokens(z[:, 1:2], of_weights(z))[None],
+    ),
+    "token mean": (
+        lambda z, labels: functional.token_mean(z, labels[:, None]),
+        lambda z, labels: references.mean_of_tokens(z, labels[:, None]),
+    ),
+    "batch norm": of_features(nn.SyncBatchNorm(4, eps=1e-3, affine=False, track_running_stats=False), normalized),
 }
 
 
@@ -174,17 +137,21 @@ def check(pairs, n, run):
     sizes = SIZES[n]
 
     def body(r):
-        found = []
-        for name, nest in pairs:
-            f = nests.by_transforms(nest, lambda x, f=PROGRAMS[name][0]: f(features(x, r, sizes[r]), r), r)
-            found.append(f(x_of(r)))
-        return found
+        def on_rank(x, program):
+            y = program(features(x, r, sizes[r]), labels_of(r, sizes[r]))
+            return used(y) if y.dim() > 1 else y
+
+        return [
+            nests.by_transforms(nest, partial(on_rank, program=PROGRAMS[name][0]), r)(x_of(r)) for name, nest in pairs
+        ]
 
     of_ranks = run(body, range(n))
     for i, (name, nest) in enumerate(pairs):
 
-        def on_one(xs, one=PROGRAMS[name][1]):
-            return one(torch.cat([features(x, r, sizes[r]) for r, x in enumerate(xs)]), sizes)
+        def on_one(xs, program=PROGRAMS[name][1]):
+            rows = [features(x, r, sizes[r]) for r, x in enumerate(xs)]
+            y = program(torch.cat(rows), torch.cat([labels_of(r, size) for r, size in enumerate(sizes)]))
+            return [used(part) for part in y.split(sizes)] if y.dim() > 1 else [y] * n
 
         for r, y in enumerate(nests.by_definition(nest, on_one)([x_of(r) for r in range(n)])):
             text = f"{name}, rank {r} of {n}, {' of '.join(nest)}: {of_ranks[r][i]} for {y}"
@@ -213,6 +180,9 @@ def test_programs_in_nests_of_each_depth():
         ("info_nce", ("grad", "jacfwd", "jacfwd")),
         ("nt_xent", ("jacrev", "jvp", "grad")),
         ("batch norm", ("jacfwd",)),
+        ("batch norm", ("grad", "grad")),
+        ("moments", ("jvp", "grad")),
+        ("vocabulary 2", ("jvp", "grad")),
     ],
     ids=str,
 )
@@ -221,14 +191,12 @@ def test_an_empty_rank_and_normalized_features(pair):
     check([pair], 3, rules)
 
 
-@pytest.mark.parametrize("loss", ["clip_loss", "nt_xent_loss"])
+@pytest.mark.parametrize("loss", [partial(functional.clip_loss, logit_scale=2.0), functional.nt_xent_loss])
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_a_backward_within_vmap(loss, chunk):
     """The gradients of the loss are a batch of torch.func's, those of its inputs are outside: nothing is in place."""
-    x, y = (torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
-    x.requires_grad_()
-    more = (2.0,) if loss == "clip_loss" else ()
-    value = getattr(functional, loss)(x, y, *more, chunk_size=chunk)
+    x, y = (references.data(6, 4, seed=seed).requires_grad_() for seed in (0, 1))
+    value = loss(x, y, chunk_size=chunk)
     (expected,) = torch.autograd.grad(value, x, retain_graph=True)
     factors = torch.tensor([1.0, -2.0], dtype=torch.float64)
     found = torch.func.vmap(lambda g: torch.autograd.grad(value, x, g, retain_graph=True)[0])(factors)

@@ -11,82 +11,69 @@ from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.nn import functional as f
-from diffcoll.nn.functional import clip_loss, token_mean
+
+
+def after_step(by, model, loss, *batch):
+    """Return the loss and the gradients of a step by DDP or an averager, or on one process."""
+    called = DistributedDataParallel(model) if by == "DDP" else model
+    backward = dc.GradientAverager(model).backward if by == "averager" else torch.Tensor.backward
+    value = loss(*called(*batch))
+    backward(value)
+    return value.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+by_each = pytest.mark.parametrize("by", ["DDP", "averager"])
 
 # ── GradCache: the model in chunks, by checkpoints ───────────────────────────────────────────────────────
 
 
-class Towers(nn.Module):
-    """Two encoders with dropout and a scale; `chunk` rows at a time, which backward computes again."""
+def at_once(encoder, x):
+    return encoder(x)
 
-    def __init__(self, chunk=None, again=True, dropout=0.0):
+
+def in_chunks(encoder, x):
+    return torch.cat([encoder(part) for part in x.split(2)])
+
+
+def again(encoder, x):
+    return torch.cat([checkpoint(encoder, part, use_reentrant=False) for part in x.split(2)])
+
+
+class Towers(nn.Module):
+    """Two encoders with dropout and a scale, which is returned too: all that the loss uses passes DDP's forward."""
+
+    def __init__(self, encode, dropout=0.0):
         super().__init__()
         torch.manual_seed(0)
         self.image, self.text = (
             nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 3)).double() for _ in range(2)
         )
-        self.scale = nn.Parameter(torch.tensor(2.0).double())
-        self.chunk, self.again = chunk, again
-
-    def encode(self, encoder, x):
-        if self.chunk is None:
-            return encoder(x)
-        parts = x.split(self.chunk)
-        found = [checkpoint(encoder, part, use_reentrant=False) if self.again else encoder(part) for part in parts]
-        return torch.cat(found)
+        self.scale, self.encode = nn.Parameter(torch.tensor(2.0).double()), encode
 
     def forward(self, image, text):
-        """The scale is returned too: what the loss uses is what DDP's forward returns."""
         features = self.encode(self.image, image), self.encode(self.text, text)
         return *(F.normalize(x, dim=1) for x in features), self.scale
 
 
-def gradients(model):
-    return {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("by", ["DDP", "averager"])
+@by_each
 def test_grad_cache(by):
     """As one process without chunks; and with dropout as chunks that are not computed again. A rank has no rows."""
     pairs = data(9, 4), data(9, 4, seed=1)
 
-    def step(image, text, options):
-        model = Towers(**options)
-        torch.manual_seed(dc.get_rank())
-        if by == "DDP":
-            wrapped = DistributedDataParallel(model)
-            clip_loss(*wrapped(image, text)).backward()
-        else:
-            dc.GradientAverager(model).backward(clip_loss(*model(image, text)))
-        return gradients(model)
+    def on_ranks(*options):
+        def step(image, text):
+            model = Towers(*options)
+            torch.manual_seed(dc.get_rank())
+            return after_step(by, model, f.clip_loss, image, text)
 
-    whole = Towers()
-    clip_loss(*whole(*pairs)).backward()
-    parts = [x.split([5, 4, 0]) for x in pairs]
-    for found in gloo(step, *parts, [{"chunk": 2}] * 3):
-        torch.testing.assert_close(found, gradients(whole))
-    for again, kept in zip(
-        *(gloo(step, *parts, [{"chunk": 2, "again": a, "dropout": 0.3}] * 3) for a in (True, False)), strict=True
-    ):
-        torch.testing.assert_close(again, kept)
+        return gloo(step, *(x.split([5, 4, 0]) for x in pairs))
+
+    expected = after_step(None, Towers(at_once), f.clip_loss, *pairs)
+    torch.testing.assert_close(on_ranks(again), [expected] * 3)
+    torch.testing.assert_close(on_ranks(again, 0.3), on_ranks(in_chunks, 0.3))
 
 
-def test_grad_cache_where_a_chunk_trains_nothing():
-    """A router sends all rows of a chunk to a frozen encoder."""
-    x, y, of_live = data(4, 3), data(4, 2, seed=1), [True, True, False, False]
-
-    def encode(live, frozen, rows, routes):
-        return torch.cat([(live if to_live else frozen)(row[None]) for row, to_live in zip(rows, routes, strict=True)])
-
-    def gradient(chunk):
-        torch.manual_seed(0)
-        live, frozen = nn.Linear(3, 2).double(), nn.Linear(3, 2).double().requires_grad_(False)
-        parts = [(x[i : i + chunk], of_live[i : i + chunk]) for i in range(0, 4, chunk)]
-        features = [checkpoint(encode, live, frozen, *part, use_reentrant=False) for part in parts]
-        f.info_nce_loss(torch.cat(features), y).backward()
-        return live.weight.grad
-
-    torch.testing.assert_close(gradient(2), gradient(4))
+# ── each loss and batch norm ─────────────────────────────────────────────────────────────────────────────
 
 
 class Views(nn.Module):
@@ -115,113 +102,16 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("by", ["DDP", "averager"])
+@by_each
 def test_a_step_of_each_loss(by):
     """With SyncBatchNorm; ranks have 5, 1 and 3 rows."""
     pairs = data(9, 4), data(9, 4, seed=1)
 
-    def step(x, y):
-        found = {}
-        for name, loss in STEPS.items():
-            model = Views(dc.nn.SyncBatchNorm)
-            if by == "DDP":
-                wrapped = DistributedDataParallel(model)
-                value = loss(*wrapped(x, y))
-                value.backward()
-            else:
-                averager = dc.GradientAverager(model)
-                value = loss(*model(x, y))
-                averager.backward(value)
-            found[name] = value.detach(), gradients(model)
-        return found
+    def step(*batch, by=by, norm=dc.nn.SyncBatchNorm):
+        return {name: after_step(by, Views(norm), loss, *batch) for name, loss in STEPS.items()}
 
-    right = {}
-    for name, loss in STEPS.items():
-        model = Views(nn.BatchNorm1d)
-        value = loss(*model(*pairs))
-        value.backward()
-        right[name] = value.detach(), gradients(model)
-    for found in gloo(step, *(x.split([5, 1, 3]) for x in pairs)):
-        torch.testing.assert_close(found, right)
-
-
-# ── MoCo: keys of earlier steps, those of the query's id left out ────────────────────────────────────────
-
-
-class MoCo(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(data(4, 3))
-        self.queue = dc.nn.FeatureQueue(7, 3, labels=True, dtype=torch.double)
-        self.kept = []
-
-    def logits(self, query, key, ids, others, of_others):
-        """Of a query with its own key, and with the queue."""
-        q, k = F.normalize(query @ self.weight), F.normalize(key @ self.weight).detach()
-        same = ids[:, None] == of_others
-        return torch.cat([(q * k).sum(1, keepdim=True), (q @ others.T).masked_fill(same, -torch.inf)], 1) / 0.2, k
-
-
-def test_moco():
-    """Three steps with a queue smaller than what they append."""
-    model = MoCo()
-
-    def positives(logits):
-        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long), reduction="none")
-
-    def of_ranks(query, key, ids):
-        logits, k = model.logits(query, key, ids, model.queue.features(), model.queue.labels())
-        model.queue.enqueue(k, ids)
-        return token_mean(positives(logits))
-
-    def of_one(query, key, ids):
-        rows = torch.tensor([row for row, _ in model.kept], dtype=torch.double).reshape(-1, 3)
-        logits, k = model.logits(query, key, ids, rows, torch.tensor([i for _, i in model.kept], dtype=torch.long))
-        model.kept = [*model.kept, *zip(k.tolist(), ids.tolist(), strict=True)][-7:]
-        model.queue.enqueue(k, ids)
-        return positives(logits).mean()
-
-    def in_steps(loss):
-        return lambda *steps: sum(loss(*rows) for rows in steps)
-
-    def batch(rows):
-        x = data(rows, 3, 2, 4, seed=rows)
-        return tuple((x[:, i, 0].clone().requires_grad_(), x[:, i, 1], torch.arange(rows) % 3) for i in range(3))
-
-    holds(in_steps(of_ranks), in_steps(of_one), batch, module=model, sizes=[(6,), (3, 0, 3)], order=1)
-
-
-# ── the norm of the gradients of a model of which a part is sharded ──────────────────────────────────────
-
-
-def clip_gradients(replicated, sharded, most, group=None):
-    """Scale the gradients so that their norm, of all shards and of what is replicated once, is at most `most`."""
-    squares = [sum((p.grad.square().sum() for p in part), torch.zeros(())) for part in (replicated, sharded)]
-    norm = (squares[0] + dc.all_reduce(squares[1], group=group)).sqrt()
-    for p in (*replicated, *sharded):
-        p.grad.mul_((most / norm).clamp(max=1))
-    return norm
-
-
-def test_the_norm_of_a_partly_sharded_model():
-    grads = data(3), data(6, 2)
-
-    def body(shard):
-        parts = [torch.zeros_like(g, requires_grad=True) for g in (grads[0], shard)]
-        for p, g in zip(parts, (grads[0], shard), strict=True):
-            p.grad = g.clone()
-        norm = clip_gradients(parts[:1], parts[1:], 0.5)
-        return norm.double(), parts[0].grad, parts[1].grad
-
-    whole = [torch.zeros_like(g, requires_grad=True) for g in grads]
-    for p, g in zip(whole, grads, strict=True):
-        p.grad = g.clone()
-    right = nn.utils.clip_grad_norm_(whole, 0.5)
-    norms, replicated, shards = zip(*rules(body, grads[1].split([4, 0, 2])), strict=True)
-    for norm, g in zip(norms, replicated, strict=True):
-        torch.testing.assert_close(norm, right)
-        torch.testing.assert_close(g, whole[0].grad, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.cat(shards), whole[1].grad, rtol=1e-5, atol=1e-6)
+    expected = step(*pairs, by=None, norm=nn.BatchNorm1d)
+    torch.testing.assert_close(gloo(step, *(x.split([5, 1, 3]) for x in pairs)), [expected] * 3)
 
 
 # ── PartialFC with ArcFace's margin: a data-parallel backbone, classes sharded over the same ranks ───────
@@ -286,7 +176,7 @@ def test_late_interaction():
         everyone = dc.gather_batch(mine, pad=0.0)
         scores = max_sim(queries, everyone.tree["documents"], everyone.tree["is_token"])
         own = torch.arange(len(queries)) + everyone.offset
-        return token_mean(F.cross_entropy(scores, own, reduction="none"))
+        return f.token_mean(F.cross_entropy(scores, own, reduction="none"))
 
     def of_one(queries, documents, is_token):
         return F.cross_entropy(max_sim(queries, documents, is_token), torch.arange(len(queries)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from references import data
-from runs import gloo, gloo_messages, rules, runs_on
+from runs import rules, runs_on
 
 from diffcoll.nn.functional import sinkhorn
 
@@ -55,22 +55,15 @@ def test_large_scores_in_float32(largest):
     assert published(scores, 1.0).isnan().all() == (largest >= 200)
 
 
-def test_a_prototype_far_from_all_samples():
+def test_a_prototype_far_from_all_samples_and_pairs_that_are_not_assigned():
     """Its exponentials are all 0 in float64, and a row of which all are 0: each has its share all the same."""
     scores = data(8, 4)
     scores[:, 1] -= 5000
     scores[2] -= 9000
+    scores[1, 2] = -torch.inf
     found = on_ranks(rules, scores, (5, 3), epsilon=1.0)
     torch.testing.assert_close(found, in_log_domain(scores, 1.0), rtol=1e-10, atol=1e-300)
-    assert found.sum(0).min() > 0.5
-
-
-def test_pairs_that_are_not_assigned():
-    scores = data(8, 4)
-    scores[1, 2] = -torch.inf
-    found = on_ranks(rules, scores, (5, 3))
-    assert found[1, 2] == 0
-    torch.testing.assert_close(found, published(scores), rtol=1e-10, atol=1e-15)
+    assert found.sum(0).min() > 0.5 and found[1, 2] == 0
 
 
 def test_dtypes_and_gradients():
@@ -81,27 +74,3 @@ def test_dtypes_and_gradients():
         assert found.dtype == torch.float32
         assert not found.requires_grad
         torch.testing.assert_close(found.double(), published(scores.detach().double(), 0.5), rtol=1e-4, atol=1e-6)
-
-
-def test_what_is_sent():
-    """K numbers in each iteration."""
-
-    def body(x):
-        return [n for _, n in gloo_messages(lambda: sinkhorn(x, iterations=3))][-2:]
-
-    assert gloo(body, data(8, 4).split([5, 3])) == [[4, 4]] * 2
-
-
-@pytest.mark.parametrize(
-    ("scores", "options", "error"),
-    [
-        (torch.ones(3), {}, ValueError),
-        (torch.ones(3, 2).long(), {}, TypeError),
-        ([1.0], {}, TypeError),
-        (torch.ones(3, 2), {"epsilon": 0.0}, ValueError),
-        (torch.ones(3, 2), {"iterations": 0}, ValueError),
-    ],
-)
-def test_errors(scores, options, error):
-    with pytest.raises(error, match="sinkhorn"):
-        sinkhorn(scores, **options)
