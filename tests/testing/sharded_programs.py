@@ -220,37 +220,29 @@ def torchs_tensor_parallel(bug):
 # ── context parallelism ──────────────────────────────────────────────────────────────────────────────────
 
 
-def attention(q, k, v, positions=None, of_keys=None):
+def scores(q, k, rows, columns):
+    return (q @ k.T / math.sqrt(q.shape[-1])).masked_fill(rows[:, None] < columns, -math.inf)
+
+
+def attention(q, k, v):
     """Causal attention of (S, E)."""
-    rows = torch.arange(len(q)) if positions is None else positions
-    columns = rows if of_keys is None else of_keys
-    scores = (q @ k.T / math.sqrt(q.shape[-1])).masked_fill(rows[:, None] < columns, -math.inf)
-    return scores.softmax(1) @ v
-
-
-def ring_attention(q, k, v, positions, bug=""):
-    """Blocks of keys and values go around; the sums of exponentials are joined."""
-    n, rank = dc.get_world_size(), dc.get_rank()
-    scores, values = [], []
-    for step in range(n):
-        of_keys = positions((rank - step) % n)
-        if bug == "wrong offset":
-            of_keys = positions((rank + step) % n)
-        if bug != "wrong mask" or step == 0:
-            hidden = positions(rank)[:, None] < of_keys
-        else:
-            hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
-        scores.append((q @ k.T / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf))
-        values.append(v)
-        k, v = (dc.shift(k), dc.shift(v)) if bug != "stale keys" else (k, dc.shift(v))
-    return torch.cat(scores, 1).softmax(1) @ torch.cat(values)
+    rows = torch.arange(len(q))
+    return scores(q, k, rows, rows).softmax(1) @ v
 
 
 def ring(bug, length, n, positions, placement, *names):
-    """Attention over a sequence that the ranks have in parts, at these positions."""
+    """Attention over a sequence that the ranks have in parts, at these positions; keys and values go around."""
 
     def distributed(q, k, v):
-        return ring_attention(q, k, v, positions, bug)
+        rank, found, values = dc.get_rank(), [], []
+        for step in range(n):
+            of_keys = positions((rank + (step if bug == "wrong offset" else -step)) % n)
+            if bug == "wrong mask" and step > 0:
+                of_keys = torch.full_like(of_keys, -1)  # hides none
+            found.append(scores(q, k, positions(rank), of_keys))
+            values.append(v)
+            k, v = (k if bug == "stale keys" else dc.shift(k)), dc.shift(v)
+        return torch.cat(found, 1).softmax(1) @ torch.cat(values)
 
     more = {"ranks": {"cp": n}, "placements": dict.fromkeys(names, placement)}
     return distributed, attention, tuple(numbers(3, length, 4)), more
@@ -278,29 +270,19 @@ def zigzag_context(bug):
 def ulysses(bug):
     """(S, H, E): parts of the sequence become heads."""
 
-    def whole(q, k, v):
-        return torch.stack([attention(q[:, h], k[:, h], v[:, h]) * (h + 1) for h in range(q.shape[1])], 1)
+    def heads(q, k, v, first=0):
+        return torch.stack([attention(q[:, h], k[:, h], v[:, h]) * (first + h + 1) for h in range(q.shape[1])], 1)
 
     def distributed(q, k, v):
         q, k, v = (exchange(x, 1, 0) for x in (q, k, v))
-        first = 0 if bug == "wrong head" else dc.get_rank() * q.shape[1]
-        y = torch.stack([attention(q[:, h], k[:, h], v[:, h]) * (first + h + 1) for h in range(q.shape[1])], 1)
-        return exchange(y, 0, 1)
+        return exchange(heads(q, k, v, 0 if bug == "wrong head" else dc.get_rank() * q.shape[1]), 0, 1)
 
     def exchange(x, split, concat):
-        if bug == "no gradient":
-            return exchanged(x, split, concat)
-        y = dc.all_to_all(x, split, concat)
+        y = dc.all_to_all(x.detach() if bug == "no gradient" else x, split, concat)
         return y.flip(concat) if bug == "order" and concat else y
 
-    def exchanged(x, split, concat):
-        blocks = torch.stack(x.chunk(dc.get_world_size(), split))
-        found = torch.empty_like(blocks)
-        dist.all_to_all_single(found, blocks)
-        return torch.cat(list(found), concat)
-
     placements = {name: {"cp": Shard(0)} for name in "qkv"}
-    return distributed, whole, tuple(numbers(3, 6, 2, 4)), {"ranks": {"cp": 2}, "placements": placements}
+    return distributed, heads, tuple(numbers(3, 6, 2, 4)), {"ranks": {"cp": 2}, "placements": placements}
 
 
 def tokens(bug):

@@ -1,6 +1,5 @@
 """Ways to divide a module over ranks: which numbers each rank holds is found, and the verdicts are right."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -139,37 +138,31 @@ class Normalized(nn.Sequential):
 
 
 class Parallel(nn.Module):
-    """The net with some features of its layers; `names` are those of its tensors."""
+    """The net with some features of its layers."""
 
-    def __init__(self, whole, group, rows, names=("norm", "up", "down")):
+    def __init__(self, whole, group, rows):
         super().__init__()
-        self.group, self.names = group, names
-        norm, up, down = (nn.Module() for _ in range(3))
-        norm.weight, norm.bias = whole.norm.weight, whole.norm.bias
-        up.weight = nn.Parameter(whole.up.weight.detach()[rows].T.clone())  # as GPT-2 has it
-        up.bias = nn.Parameter(whole.up.bias.detach()[rows].clone())
-        down.weight = nn.Parameter(whole.down.weight.detach()[:, rows].clone())
-        down.bias = whole.down.bias
-        for name, layer in zip(names, (norm, up, down), strict=True):
-            self.add_module(name, layer)
+        self.group, self.norm = group, whole.norm
+        up, down = whole.up.weight.detach()[rows].T.clone(), whole.down.weight.detach()[:, rows].clone()
+        self.up = nn.ParameterDict({"weight": up, "bias": whole.up.bias.detach()[rows].clone()})  # as GPT-2 has it
+        self.down = nn.ParameterDict({"weight": down, "bias": whole.down.bias})
 
     def forward(self, x):
-        norm, up, down = (getattr(self, name) for name in self.names)
-        x = copied(F.layer_norm(x, (4,), norm.weight, norm.bias), self.group)
-        return summed((x @ up.weight + up.bias).tanh() @ down.weight.T, self.group) + down.bias
+        y = (copied(self.norm(x), self.group) @ self.up["weight"] + self.up["bias"]).tanh()
+        return summed(y @ self.down["weight"].T, self.group) + self.down["bias"]
 
 
-def of_rows(divided, **more):
+def of_features(divided):
     """Features in some order, divided among the ranks."""
 
     def shard(whole, mesh):
         group = group_of(mesh)
-        return Parallel(whole, group, divided(torch.arange(len(whole.up.weight)), group.size())[group.rank()], **more)
+        return Parallel(whole, group, divided(torch.arange(len(whole.up.weight)), group.size())[group.rank()])
 
     return shard
 
 
-tensor_parallel = of_rows(torch.chunk)
+tensor_parallel = of_features(torch.chunk)
 
 
 def with_fresh_memory(whole, mesh):
@@ -179,17 +172,7 @@ def with_fresh_memory(whole, mesh):
     return in_any_order(whole, mesh)
 
 
-in_any_order = of_rows(lambda rows, n: rows[torch.tensor([5, 0, 3, 7, 1, 2, 6, 4])].chunk(n))
-
-
-def loaded(whole, mesh):
-    """Made anew, and filled with a state dict."""
-    made = tensor_parallel(copy.deepcopy(whole), mesh)
-    with torch.no_grad():
-        for p in made.parameters():
-            p.fill_(0.5)
-    made.load_state_dict(tensor_parallel(whole, mesh).state_dict())
-    return made
+in_any_order = of_features(lambda rows, n: rows[torch.tensor([5, 0, 3, 7, 1, 2, 6, 4])].chunk(n))
 
 
 def computed_with(whole, mesh):
@@ -197,18 +180,6 @@ def computed_with(whole, mesh):
     with torch.no_grad():
         whole.up.weight.mul_(0.5).add_(0.1)
     return whole
-
-
-def padded(whole, mesh):
-    """Ten features on three ranks, as twelve; the padding takes part, and is zero."""
-    rank = mesh["tp"].get_local_rank()
-    up, bias, down = (
-        torch.cat([x.detach(), x.new_zeros(2, *x.shape[1:])]).chunk(3)[rank].clone()
-        for x in (whole.up.weight, whole.up.bias, whole.down.weight.T)
-    )
-    made = Parallel(whole, group_of(mesh), torch.arange(4))
-    made.up.weight, made.up.bias, made.down.weight = (nn.Parameter(x.contiguous()) for x in (up.T, bias, down.T))
-    return made
 
 
 class Attention(nn.Module):
@@ -305,11 +276,6 @@ def piped(module, x):
     return module(x) if isinstance(module, Stage) else loss(module, x)
 
 
-def stage(whole, mesh):
-    rank = mesh["pp"].get_local_rank()
-    return Stage(list(whole)[2 * rank : 2 * rank + 2], rank == 0)
-
-
 class TiedEnds(nn.Module):
     """The first weight is the last one, too; a pipeline has it twice, and sums the gradients."""
 
@@ -381,11 +347,8 @@ WAYS = {
     "the meta device": lambda: way(on_meta, DP),
     "batch norm": lambda: way(lambda whole, mesh: ddp(dc.nn.convert_sync_batchnorm(whole), mesh), DP, Normalized()),
     "in any order, with fresh memory": lambda: way(with_fresh_memory),
-    "uneven": lambda: way(of_rows(lambda rows, n: rows.split([5, 3]))),
-    "renamed": lambda: way(of_rows(torch.chunk, names=("ln", "fc1", "proj"))),
-    "filled with a state dict": lambda: way(loaded),
+    "uneven": lambda: way(of_features(lambda rows, n: rows.split([5, 3]))),
     "computed with": lambda: way(computed_with),
-    "padded features": lambda: way(padded, {"tp": 3}, Net(10)),
     "merged projections": lambda: way(some_heads, module=Attention()),
     "a merged projection, divided by heads": lambda: way(some_heads, module=Attention(merged=True)),
     "heads of keys on two ranks each": lambda: way(
@@ -393,13 +356,6 @@ WAYS = {
     ),
     "tied words": lambda: way(SomeWords, module=Words(), batch=torch.tensor([0, 5, 2, 2, 4]), fn=called),
     "padded words": lambda: way(SomeWords, {"tp": 3}, Words(7), batch=torch.tensor([0, 5, 2, 2, 4]), fn=called),
-    "a renumbered pipeline": lambda: way(
-        stage,
-        {"pp": 2},
-        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh()),
-        fn=piped,
-        **partial_along("pp", "x", "output"),
-    ),
     "tied across a pipeline": lambda: way(end, {"pp": 2}, TiedEnds(), fn=piped, **TIED),
     "tied across a pipeline, made anew": lambda: way(end_made_anew, {"pp": 2}, TiedEnds(), fn=piped_and_tied, **TIED),
     "bfloat16": lambda: way(parallelized, module=Net(64).bfloat16(), **HALF),

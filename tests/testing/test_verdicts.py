@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from planted import PLANTED, clip, right_gather
 from planted import RIGHT as RIGHT_LOSSES
-from programs import cached_rank
 from sharded_programs import PROGRAMS, sequence
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from verdicts import differs, loss, matches, numbers, observed, ruled, several, sharded
+from verdicts import cached_rank, differs, loss, matches, numbers, observed, ruled, several, sharded
 
 import diffcoll as dc
 
@@ -71,38 +70,6 @@ def counted():
         return (x**2).sum(), (x > 0).sum(), int((x < 0).sum()), len(x), *flags
 
     return summed(loss)
-
-
-class Queue(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Parameter(torch.zeros(16, 3, dtype=torch.double), requires_grad=False)
-        self.weight = nn.Parameter(torch.ones(3, dtype=torch.double))
-
-
-def queue(kept=lambda x: dc.all_gather(x.detach(), sizes="auto")):
-    """Two calls of a loss with the rows of the call before."""
-
-    def call(queue, x, every):
-        value = (x * queue.weight).sum() + (x @ queue.rows.T.clone()).sin().sum()
-        with torch.no_grad():
-            queue.rows[: len(every)] = every
-        return value
-
-    def twice(kept):
-        return lambda queue, x: call(queue, x, kept(x)) + call(queue, x.sin(), kept(x.sin()))
-
-    return summed(twice(kept), twice(lambda x: x), module=Queue())
-
-
-def a_mask_that_is_no_variable():
-    def distributed(x, mask):
-        return (x**2 * mask).sum() / dc.all_reduce(mask.sum().detach())
-
-    def single(x, mask):
-        return (x**2 * mask).sum() / mask.sum()
-
-    return summed(distributed, single, lambda n: (rows(n).requires_grad_(), (rows(n, seed=5) > 0).double()), ranks=EVEN)
 
 
 def outputs_of_all_rows():
@@ -210,33 +177,22 @@ def averages_of_weights():
     return update, update, rows, {"module": nn.BatchNorm1d(3).double()}
 
 
-def a_norm_of_the_gradient():
-    def norm(module, x):
-        g = torch.autograd.grad(module(x).square().mean(), list(module.parameters()))
-        return torch.cat([dc.all_reduce(each, "mean").flatten() for each in g]).norm()
-
-    return norm, norm, rows, {"module": layer(3, 2), "ranks": EVEN}
-
-
 RIGHT = {
     **{
         f"{name}, order 2": lambda make=make: (*make()[:3], {**make()[3], "order": 2})
         for name, make in RIGHT_LOSSES.items()
     },
     "a loss of shape (1,)": lambda: summed(lambda x: (x**3).sum(0, keepdim=True).sum(1), order=2),
-    "a mask": a_mask_that_is_no_variable,
     "outputs of models": lambda: summed(lambda x: Output((x**3).sum(), ModelOutput(logits=x.sin(), cache=None))),
     "a module that pickle refuses": lambda: summed(squares, module=Held()),
     "outputs of all rows": outputs_of_all_rows,
     "uneven pieces": lambda: summed(lambda x: x.sin().sum(), batch=rows(5), **BY_ROWS),
     "counts": counted,
-    "a queue of all rows": queue,
     "batch norm, as a mean": lambda: normalized(_unbiased, order=2),
     "batch norm, as a sum": lambda: normalized(_unbiased, order=2, rank_reduction="sum"),
     "a step": step,
     "a step whose graph is freed": lambda: small_and_further(1),
     "a moving average": averages_of_weights,
-    "a norm of the gradient": a_norm_of_the_gradient,
     "zero but for rounding": lambda: summed(torch.sum, lambda x: x.mean(0).sum() * 8, rows(8) - rows(8).mean(0)),
     "in single precision, with a tolerance": lambda: in_single_precision(tolerance=1e-5),
     "somebody sums later": lambda: sequence("said to be partial"),
@@ -342,7 +298,6 @@ def exchanged():
 PIECES = {"ranks": {"cp": 3}, "placements": {"x": {"cp": Shard(0)}}}
 #: name: (program, words that are observed)
 WRONG = {
-    "a queue of local rows": (lambda: queue(lambda x: x.detach()), "the rank's own part"),
     "a count on rank 0 alone": (lambda: a_wrong_count(lambda x, n: len(x) if dc.get_rank() else n), "output"),
     "a wrong count": (lambda: a_wrong_count(lambda x, n: len(x) + 1000), r"output\[1\]: other numbers"),
     "a buffer of rank 0": (lambda: normalized(_on_rank_zero), "buffer running_var"),
@@ -414,23 +369,19 @@ def test_a_wrong_program_is_caught(name, on):
 # ── what reduces gradients ───────────────────────────────────────────────────────────────────────────────
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(numbers(3))
-
-    def forward(self, x):
-        return x * (self.w.to_local() if isinstance(self.w, DTensor) else self.w)
-
-
 def replicated(whole, mesh):
-    whole.w = nn.Parameter(distribute_tensor(whole.w.detach(), mesh["dp"], [Replicate()]))
+    whole.weight = nn.Parameter(distribute_tensor(whole.weight.detach(), mesh["dp"], [Replicate()]))
     return whole
 
 
+def of_local_weight(module, x):
+    weight = module.weight.to_local() if several() else module.weight
+    return (x @ weight.T + module.bias).sin().mean()
+
+
 def test_who_has_reduced():
-    def program(shard, module=None, **more):
-        return sharded(shard, {"dp": 2}, module or layer(3, 2), rows(6), **more)
+    def program(shard, fn=loss, **more):
+        return sharded(shard, {"dp": 2}, layer(3, 2), rows(6), fn, **more)
 
     words = "once gradients are averaged over dp, which nothing in this program does"
     assert matches(program(lambda whole, mesh: DDP(whole, process_group=mesh["dp"].get_group()))).condition == ""
@@ -440,7 +391,7 @@ def test_who_has_reduced():
     assert "right after a mean over dp" in observed(report)
     with pytest.raises(ValueError, match="group is ranks"):
         matches(program(lambda whole, mesh: DDP(whole, process_group=dist.new_subgroups(group_size=1)[0])))
-    differs(program(replicated, Scale()))
+    differs(program(replicated, of_local_weight))
     of_rows = loss, loss, rows(8), {"module": layer(3, 2), "ranks": EVEN}
     assert matches(of_rows).condition
     differs(of_rows, reduced=["ranks"])

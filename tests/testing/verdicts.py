@@ -4,6 +4,8 @@ A program is (distributed, single, batch, further arguments) of `assert_matches_
 ranks, unless the arguments say otherwise.
 """
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch.distributed.tensor import Shard
@@ -36,6 +38,12 @@ def numbers(*shape, seed=0, dtype=torch.double):
 
 def per_rank(*shape, n=3, seed=0, dtype=torch.double):
     return [numbers(*shape, seed=seed + r, dtype=dtype) for r in range(n)]
+
+
+@lru_cache
+def cached_rank():
+    """The rank that came first, as packages keep it that are written for one rank in a process."""
+    return dc.get_rank()
 
 
 def several():
