@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import torch.distributed.nn.functional as dist_nn
+from field import gather_layer
 from runs import new_group, refusal
 from torch import nn
 from torch.distributed import all_gather as imported_all_gather
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
+from verdicts import ruled
 
 import diffcoll as dc
 from diffcoll.engines.simulated.group import LostGradientWarning
@@ -163,36 +165,21 @@ def messages(r):
 def ring(r):
     """As SigLIP's exchange with both neighbours: batched messages, and the reverse in backward."""
     n = dist.get_world_size()
-    if n == 1:
-        return []
+    left, right = (r - 1) % n, (r + 1) % n
 
-    def exchange(to_left, to_right):
-        left, right = (r - 1) % n, (r + 1) % n
-        from_left, from_right = torch.empty_like(to_right), torch.empty_like(to_left)
+    def exchange(both):
+        (to_left, to_right), found = both, torch.empty_like(both)
         operations = [
             dist.P2POp(dist.isend, to_right, right),
-            dist.P2POp(dist.irecv, from_left, left),
+            dist.P2POp(dist.irecv, found[0], left),
             dist.P2POp(dist.isend, to_left, left, tag=1),
-            dist.P2POp(dist.irecv, from_right, right, tag=1),
+            dist.P2POp(dist.irecv, found[1], right, tag=1),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        return from_left, from_right
+        return found
 
-    class Neighbours(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, to_left, to_right):
-            return exchange(to_left, to_right)
-
-        @staticmethod
-        def backward(ctx, from_left, from_right):
-            gradient_of_right, gradient_of_left = exchange(from_left.contiguous(), from_right.contiguous())[::-1]
-            return gradient_of_left, gradient_of_right
-
-    x = numbers(r, 3).requires_grad_()
-    from_left, from_right = Neighbours.apply(x, 2 * x)
-    ((from_left + 3 * from_right) * numbers(r + 7, 3)).sum().backward()
-    return [from_left, from_right, x.grad]
+    return [] if n == 1 else gradient_of(ruled(exchange, lambda g: exchange(g.contiguous())), r, 2, 3)
 
 
 def shapes(r):
@@ -273,22 +260,6 @@ def subgroups(r):
     return [x, y, z, w, v, mesh.get_local_rank(), table.get_coordinate(), dist.get_rank(local)]
 
 
-class GatherLayer(torch.autograd.Function):
-    """The gather of published contrastive losses."""
-
-    @staticmethod
-    def forward(ctx, x):
-        rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, x)
-        return tuple(rows)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        every = torch.stack(gradients)
-        dist.all_reduce(every)
-        return every[dist.get_rank()]
-
-
 def gradient_of(f, r, *shape):
     """f's value, and the gradient from a cotangent that differs between ranks."""
     x = numbers(r, *shape).requires_grad_()
@@ -301,7 +272,7 @@ def gradient_of(f, r, *shape):
 def layers(r):
     n = dist.get_world_size()
     return [
-        gradient_of(GatherLayer.apply, r, 2, 3),
+        gradient_of(gather_layer, r, 2, 3),
         gradient_of(dist_nn.all_reduce, r, 3),
         gradient_of(dist_nn.all_gather, r, 3),
         gradient_of(lambda x: dist_nn.broadcast(x, n - 1), r, 3),

@@ -42,19 +42,13 @@ def to_the_next(x):
     return dc.all_to_all(x, split_sizes=sizes, concat_sizes="auto")
 
 
+#: The table of rules has every collective: tests/test_rules.py.
 PROGRAMS = {
     "all_reduce": dc.all_reduce,
-    "max": lambda x: dc.all_reduce(x, "max"),
-    "prod": lambda x: dc.all_reduce(x, "prod"),
     "all_gather": lambda x: dc.all_gather(x[: dc.get_rank()], dim=0, sizes=list(range(dc.get_world_size()))),
-    "reduce_scatter": dc.reduce_scatter,
-    "all_to_all": dc.all_to_all,
     "all_to_all of sizes": to_the_next,
     "broadcast": lambda x: dc.broadcast(x.sin(), src=dc.get_world_size() - 1),
-    "scan": dc.scan,
-    "shift": dc.shift,
     "gather": lambda x: dc.gather(x) if dc.get_rank() else dc.gather(x) * 2,
-    "scatter": dc.scatter,
     "two": lambda x: dc.all_gather(dc.all_reduce(x.sin()) * x),
 }
 
@@ -65,7 +59,7 @@ def test_values_and_gradients_are_those_of_the_rules(name, n):
     def program(x):
         return loss(PROGRAMS[name](x))
 
-    for dtype in (torch.float64, *[torch.complex128] * (name not in ("max", "prod"))):
+    for dtype in (torch.float64, torch.complex128):
         xs = leaves(n, dtype)
         torch.testing.assert_close(true_gradients(program, xs), rules(program, xs))
         torch.testing.assert_close(truth(PROGRAMS[name], xs), simulate(PROGRAMS[name], xs))
