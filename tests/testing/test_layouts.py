@@ -190,25 +190,23 @@ class Attention(nn.Module):
     def __init__(self, heads=4, of_keys=4, merged=False):
         super().__init__()
         torch.manual_seed(1)
-        self.heads, self.of_keys = heads, of_keys
-        sizes = [2 * n for n in (heads, of_keys, of_keys)]
+        self.counts = (heads, of_keys, of_keys)
+        each = [torch.randn(2 * n, 4) for n in self.counts]
         if merged:
-            self.qkv = nn.Parameter(torch.randn(sum(sizes), 4))
+            self.qkv = nn.Parameter(torch.cat(each))
         else:
-            self.q, self.k, self.v = (nn.Parameter(torch.randn(n, 4)) for n in sizes)
+            self.q, self.k, self.v = map(nn.Parameter, each)
         self.out = nn.Parameter(torch.randn(4, 2 * heads))
 
     def projections(self):
-        counts = (self.heads, self.of_keys, self.of_keys)
-        return self.qkv.split([2 * n for n in counts]) if hasattr(self, "qkv") else (self.q, self.k, self.v)
+        return self.qkv.split([2 * n for n in self.counts]) if hasattr(self, "qkv") else (self.q, self.k, self.v)
 
     def forward(self, x):
-        x = x if self.group is None else copied(x, self.group)
-        counts = (self.heads, self.of_keys, self.of_keys)
-        each = (
+        x, counts = x if self.group is None else copied(x, self.group), self.counts
+        each = [
             (x @ w.T).unflatten(-1, (n, 2)).transpose(0, 1) for w, n in zip(self.projections(), counts, strict=True)
-        )
-        q, k, v = (y.repeat_interleave(self.heads // len(y), 0) for y in each)
+        ]
+        q, k, v = (y.repeat_interleave(counts[0] // len(y), 0) for y in each)
         y = ((q @ k.transpose(1, 2)).softmax(-1) @ v).transpose(0, 1).flatten(1) @ self.out.T
         return y if self.group is None else summed(y, self.group)
 
@@ -219,11 +217,12 @@ def some_heads(whole, mesh):
     Where there are fewer heads of keys than ranks, several have the same one, and parts of its gradient.
     """
     n, rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
-    of_keys = min(n, whole.of_keys)
+    heads, of_keys, _ = whole.counts
+    parts = min(n, of_keys)
     q, k, v = (x.detach() for x in whole.projections())
-    parts = [q.chunk(n)[rank], *(x.chunk(of_keys)[rank * of_keys // n] for x in (k, v))]
-    made = Attention(whole.heads // n, whole.of_keys // of_keys, merged=True)
-    made.qkv, made.out = nn.Parameter(torch.cat(parts)), nn.Parameter(whole.out.detach().chunk(n, 1)[rank].clone())
+    mine = [q.chunk(n)[rank], *(x.chunk(parts)[rank * parts // n] for x in (k, v))]
+    made = Attention(heads // n, of_keys // parts, merged=True)
+    made.qkv, made.out = nn.Parameter(torch.cat(mine)), nn.Parameter(whole.out.detach().chunk(n, 1)[rank].clone())
     made.group = group_of(mesh)
     return made
 

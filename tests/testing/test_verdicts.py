@@ -46,6 +46,10 @@ def summed(distributed, single=None, batch=rows, **more):
     return distributed, single or distributed, batch, {"rank_reduction": "sum", **more}
 
 
+def value(x):
+    return x.sin().sum()
+
+
 def squares(module, x):
     return module(x).square().sum()
 
@@ -186,7 +190,7 @@ RIGHT = {
     "outputs of models": lambda: summed(lambda x: Output((x**3).sum(), ModelOutput(logits=x.sin(), cache=None))),
     "a module that pickle refuses": lambda: summed(squares, module=Held()),
     "outputs of all rows": outputs_of_all_rows,
-    "uneven pieces": lambda: summed(lambda x: x.sin().sum(), batch=rows(5), **BY_ROWS),
+    "uneven pieces": lambda: summed(value, batch=rows(5), **BY_ROWS),
     "counts": counted,
     "batch norm, as a mean": lambda: normalized(_unbiased, order=2),
     "batch norm, as a sum": lambda: normalized(_unbiased, order=2, rank_reduction="sum"),
@@ -256,7 +260,7 @@ def a_weight_that_is_an_argument():
 
 
 def without_a_row(x):
-    return (x[:-1] if dc.get_rank() == 1 else x).sin().sum()
+    return value(x[:-1] if dc.get_rank() == 1 else x)
 
 
 def beside_a_value_within_rounding():
@@ -279,7 +283,7 @@ def in_single_precision(**more):
     def fn(x):
         return x.float().sin().double().sum() + 0 * dc.all_reduce(x.sum())
 
-    return summed(fn, lambda x: x.sin().sum(), ranks=EVEN, **more)
+    return summed(fn, value, ranks=EVEN, **more)
 
 
 def exchanged():
@@ -295,6 +299,7 @@ def exchanged():
     return distributed, single, rows(4), {"ranks": (3, 1)}
 
 
+TWICE = '2 = N times that of one process, exact under "mean"'
 PIECES = {"ranks": {"cp": 3}, "placements": {"x": {"cp": Shard(0)}}}
 #: name: (program, words that are observed)
 WRONG = {
@@ -303,14 +308,11 @@ WRONG = {
     "a buffer of rank 0": (lambda: normalized(_on_rank_zero), "buffer running_var"),
     "a frozen number": (a_frozen_number_that_only_ranks_change, "kept"),
     "the wrong sign": (lambda: summed(lambda x: (-1) ** several() * (x**3).sum()), "-1 times that of one process"),
-    "tiny and N times": (tiny_and_twice, 'b: 2 = N times that of one process, exact under "mean"'),
-    "small in float32": (
-        lambda: tiny_and_twice(0.1, torch.float),
-        'b: 2 = N times that of one process, exact under "mean"',
-    ),
+    "tiny and N times": (tiny_and_twice, f"b: {TWICE}"),
+    "small in float32": (lambda: tiny_and_twice(0.1, torch.float), f"b: {TWICE}"),
     "the sum of a mean": (
         lambda: summed(*clip(right_gather)[:3], **clip(right_gather)[3], ranks=EVEN),
-        'value, image, text and scale: 2 = N times that of one process, exact under "mean"',
+        f"value, image, text and scale: {TWICE}",
     ),
     "a weight that is an argument": (a_weight_that_is_an_argument, "weight: 2 = "),
     "a step that averages nothing": (lambda: step(lambda module: None), "the rank's own part"),
@@ -320,14 +322,8 @@ WRONG = {
         lambda: summed(lambda x: x.sum(1, keepdim=True), lambda x: x.sum(1), ranks=(5, 3)),
         r"\(5, 1\), \(3, 1\).*\(8,\)",
     ),
-    "rows in place of a number": (
-        lambda: summed(lambda x: x.sin().sum(1), lambda x: x.sin().sum(), ranks=(5, 3)),
-        r"\(5,\), \(3,\) on the ranks, \(\) on",
-    ),
-    "rows left out": (
-        lambda: summed(without_a_row, lambda x: x.sin().sum(), ranks=EVEN),
-        "x: zero in row 7 of the whole",
-    ),
+    "rows in place of a number": (lambda: summed(lambda x: x.sum(1), value), r"\(4,\), \(4,\) on the ranks, \(\) on"),
+    "rows left out": (lambda: summed(without_a_row, value, ranks=EVEN), "x: zero in row 7 of the whole"),
     "a factor beside a value within rounding": (beside_a_value_within_rounding, "w: 3 times that of one process"),
     "another rank's piece": (
         lambda: (dc.shift, lambda x: x * 1, rows(6), PIECES),
@@ -338,7 +334,7 @@ WRONG = {
     "in single precision": (in_single_precision, ""),
     "random": (lambda: summed(lambda x: (nn.functional.dropout(x, 0.5) ** 2).sum()), "with another seed"),
     "three ranks": (
-        lambda: summed(lambda x: x.sin().sum() * max(dc.get_world_size() - 1, 1), ranks=[EVEN, (4, 4, 4)]),
+        lambda: summed(lambda x: value(x) * max(dc.get_world_size() - 1, 1), ranks=[EVEN, (4, 4, 4)]),
         "right on up to 2 ranks, wrong on 3",
     ),
     **{
