@@ -3,19 +3,16 @@
 A program is a family, such as a contrastive loss, and a way. The families are of three kinds:
 
     of rows         L(x), of the rows of all ranks, which each rank gathers: every rank returns the whole loss
-    of statistics   L(x, total): the sum over ranks of what the ranks' rows are, beside a part of this rank's rows alone
+    of statistics   L(x, total), of sums over this rank's rows, of which `total` makes those of all ranks
     of pairs        L(x, every, first): this rank's rows with all rows, of which they begin at row `first`
 
 On one process each is the same function of the whole batch. A way is a gather, or a sum over ranks, that is right; a
-mistake is one that is not. Features are those of a layer,
-whose weights are checked as well.
+mistake is one that is not. Features are those of a layer, whose weights are checked as well.
 """
-
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
 from torch import nn
 from verdicts import ruled
@@ -131,74 +128,60 @@ def diversity(z, y, k):
     return -torch.logdet(torch.eye(len(z), dtype=z.dtype) + torch.exp(-torch.cdist(rows, rows + 1e-3)))
 
 
-# ── of statistics: a function of the rank's rows, and one of its sum over ranks ──────────────────────────
+# ── of statistics: sums over a rank's rows, and a function of those of all ranks ─────────────────────────
 
 
-def _moments(z, *_):
-    return torch.cat([torch.full((1,), float(len(z)), dtype=z.dtype), z.sum(0), z.square().sum(0)])
+def _count(z):
+    return torch.full((1,), float(len(z)), dtype=z.dtype)
 
 
-def variance(total):
-    n, first, second = total[0], total[1 : 1 + WIDTH], total[1 + WIDTH :]
+def variance(z, y, k, total):
+    n, first, second = total(torch.cat([_count(z), z.sum(0), z.square().sum(0)])).split([1, WIDTH, WIDTH])
     return F.softplus(1 - (second / n - (first / n) ** 2 + 0.1).sqrt()).sum()
 
 
-def _products(z, *_):
-    return torch.cat([torch.full((1, WIDTH), len(z) / WIDTH, dtype=z.dtype), z.tanh().T @ z.sin()])
+def redundancy(z, y, k, total):
+    products = total(torch.cat([_count(z).expand(1, WIDTH), z.tanh().T @ z.sin()]))
+    return (products[1:] / products[0] - torch.eye(WIDTH, dtype=z.dtype)).square().sum()
 
 
-def redundancy(total):
-    correlation = total[1:] / total[0].sum()
-    return (correlation - torch.eye(WIDTH, dtype=total.dtype)).square().sum()
-
-
-def _overlap(z, y, k):
+def _overlap(z, k, total):
     p, target = z[:, 0].sigmoid(), (k == 0).double()
-    return torch.stack([(p * target).sum(), p.sum(), target.sum()])
+    return total(torch.stack([(p * target).sum(), p.sum(), target.sum()]))
 
 
-def dice(total):
-    return 1 - (2 * total[0] + 1) / (total[1] + total[2] + 1)
+def dice(z, y, k, total):
+    both, p, target = _overlap(z, k, total)
+    return 1 - (2 * both + 1) / (p + target + 1)
 
 
-def jaccard(total):
-    return 1 - (total[0] + 1) / (total[1] + total[2] - total[0] + 1)
+def jaccard(z, y, k, total):
+    both, p, target = _overlap(z, k, total)
+    return 1 - (both + 1) / (p + target - both + 1)
 
 
-def _probabilities(z, *_):
-    return torch.cat([z.softmax(1).sum(0), torch.full((1,), float(len(z)), dtype=z.dtype)])
-
-
-def marginal_entropy(total):
-    p = total[:-1] / total[-1]
+def marginal_entropy(z, y, k, total):
+    sums = total(torch.cat([z.softmax(1).sum(0), _count(z)]))
+    p = sums[:-1] / sums[-1]
     return (p * p.log()).sum()
 
 
-def _loads(z, *_):
+def expert_balance(z, y, k, total):
     routed = F.one_hot(z.argmax(1), WIDTH).to(z.dtype).sum(0)
-    return torch.cat([routed, z.softmax(1).sum(0), torch.full((1,), float(len(z)), dtype=z.dtype)])
+    routed, chances, n = total(torch.cat([routed, z.softmax(1).sum(0), _count(z)])).split([WIDTH, WIDTH, 1])
+    return WIDTH * (routed * chances).sum() / n.sum() ** 2
 
 
-def expert_balance(total):
-    return WIDTH * (total[:WIDTH] * total[WIDTH:-1]).sum() / total[-1] ** 2
-
-
-def _errors(z, y, k):
+def masked_mean(z, y, k, total):
     kept = (k != 1).double()
-    return torch.stack([((z[:, 0] - y) ** 2 * kept).sum(), kept.sum()])
+    errors, count = total(torch.stack([((z[:, 0] - y) ** 2 * kept).sum(), kept.sum()]))
+    return errors / count
 
 
-def masked_mean(total):
-    return total[0] / total[1]
-
-
-def _positives(z, y, k):
+def per_positive(z, y, k, total):
     loss = F.binary_cross_entropy_with_logits(z[:, 0], (k == 2).double(), reduction="sum")
-    return torch.stack([loss, (k == 2).sum().double()])
-
-
-def per_positive(total):
-    return total[0] / total[1].clamp(min=1)
+    loss, positives = total(torch.stack([loss, (k == 2).sum().double()]))
+    return loss / positives.clamp(min=1)
 
 
 # ── of pairs: this rank's rows with those of all ranks ───────────────────────────────────────────────────
@@ -234,27 +217,19 @@ def following(z, every, first, n):
     return (z * every[(rows + 1) % len(every)].sin()).sum() / n
 
 
-OF_ROWS = {
-    f.__name__.replace("_", " "): f
-    for f in (
-        *(clip, supervised_contrastive, hardest_triplets, pairwise_auc, maximum_mean_discrepancy, independence),
-        *(sliced_wasserstein, proportional_hazards, pearson, concordance, unexplained_variance, whitening),
-        *(largest_eigenvalue, ranking, worst_rows, diversity),
-    )
-}
-OF_STATISTICS = {
-    "variance": (_moments, variance),
-    "redundancy": (_products, redundancy),
-    "dice": (_overlap, dice),
-    "jaccard": (_overlap, jaccard),
-    "marginal entropy": (_probabilities, marginal_entropy),
-    "expert balance": (_loads, expert_balance),
-    "masked mean": (_errors, masked_mean),
-    "per positive": (_positives, per_positive),
-}
-OF_PAIRS = {
-    f.__name__.replace("_", " "): f for f in (info_nce, sigmoid_pairs, attention, repulsion, smoothed, following)
-}
+def by_name(*families):
+    return {f.__name__.replace("_", " "): f for f in families}
+
+
+OF_ROWS = by_name(
+    *(clip, supervised_contrastive, hardest_triplets, pairwise_auc, maximum_mean_discrepancy, independence),
+    *(sliced_wasserstein, proportional_hazards, pearson, concordance, unexplained_variance, whitening),
+    *(largest_eigenvalue, ranking, worst_rows, diversity),
+)
+OF_STATISTICS = by_name(
+    *(variance, redundancy, dice, jaccard, marginal_entropy, expert_balance, masked_mean, per_positive),
+)
+OF_PAIRS = by_name(info_nce, sigmoid_pairs, attention, repulsion, smoothed, following)
 
 # ── ways to gather and to sum ────────────────────────────────────────────────────────────────────────────
 
@@ -324,15 +299,11 @@ identity = ruled(_plain_sum, lambda g: g)
 
 
 def _distributed_nn_sum(x):
-    from torch.distributed.nn.functional import all_reduce
-
-    return all_reduce(x.clone())
+    return dist_nn.all_reduce(x.clone())
 
 
 def _distributed_nn_gather(x):
-    from torch.distributed.nn.functional import all_gather
-
-    return torch.cat(all_gather(x))
+    return torch.cat(dist_nn.all_gather(x))
 
 
 def alone(x):
@@ -354,82 +325,69 @@ SUMS = {
 }
 
 
-@dataclass
-class Mistake:
-    """A way that is wrong."""
-
-    way: Any
-    #: What the returned loss is multiplied by.
-    factor: Any = lambda: 1.0
-
-
-def _by_n():
-    return float(dc.get_world_size())
-
-
+TIMES_N = "times N"
 GATHER_MISTAKES = {
-    "no gradient": Mistake(plain_gather),
-    "own block kept": Mistake(own_block_kept),
-    "own slice": Mistake(own_slice),
-    "the next rank's block": Mistake(_from_the_next_rank),
-    "no collective": Mistake(alone),
-    "times N": Mistake(GATHERS["dc.all_gather"][0], _by_n),
+    "no gradient": plain_gather,
+    "own block kept": own_block_kept,
+    "own slice": own_slice,
+    "the next rank's block": _from_the_next_rank,
+    "no collective": alone,
+    TIMES_N: GATHERS["dc.all_gather"][0],
 }
 #: For rows of which every rank returns the whole loss, and for the terms of a rank's own rows.
-ROW_MISTAKES = {**GATHER_MISTAKES, "the last rank left out": Mistake(_without_the_last_rank)}
-PAIR_MISTAKES = {**GATHER_MISTAKES, "the last rank zero": Mistake(_last_rank_zero)}
+ROW_MISTAKES = {**GATHER_MISTAKES, "the last rank left out": _without_the_last_rank}
+PAIR_MISTAKES = {**GATHER_MISTAKES, "the last rank zero": _last_rank_zero}
 SUM_MISTAKES = {
-    "no gradient": Mistake(_plain_sum),
-    "identity": Mistake(identity),
-    "averaged": Mistake(ruled(_plain_sum, lambda g: _plain_sum(g) / dist.get_world_size())),
-    "no collective": Mistake(alone),
-    "of rank 0": Mistake(dc.broadcast),
-    "times N": Mistake(dc.all_reduce, _by_n),
+    "no gradient": _plain_sum,
+    "identity": identity,
+    "averaged": ruled(_plain_sum, lambda g: _plain_sum(g) / dist.get_world_size()),
+    "no collective": alone,
+    "of rank 0": dc.broadcast,
+    TIMES_N: dc.all_reduce,
 }
 
 
-def of_rows(family, gather, factor=lambda: 1.0):
+def of_rows(loss, gather):
     """Every rank returns the whole loss; the gradients are averaged."""
-    loss = OF_ROWS[family]
 
-    def distributed(model, x, y, k):
+    def value(model, x, y, k):
         z = gather(model(x))
         if gather is not alone:
             y, k = (dc.all_gather(v, sizes="auto")[: len(z)] for v in (y, k))
-        return loss(z, y, k) * factor()
+        return loss(z, y, k)
 
-    return distributed, lambda model, x, y, k: loss(model(x), y, k), batch, {"module": encoder()}
+    return value
 
 
-def of_statistics(family, total, factor=lambda: 1.0):
+def of_statistics(loss, total):
     """Every rank returns a share of the loss of the sums; the gradients are summed."""
-    statistics, loss = OF_STATISTICS[family]
 
-    def distributed(model, x, y, k):
+    def value(model, x, y, k):
         z = model(x)
-        return (loss(total(statistics(z, y, k))) / dc.get_world_size() + (z**2).sum()) * factor()
+        return loss(z, y, k, total) / dc.get_world_size() + (z**2).sum()
 
-    def single(model, x, y, k):
-        z = model(x)
-        return loss(statistics(z, y, k)) + (z**2).sum()
-
-    return distributed, single, batch, {"module": encoder(), "rank_reduction": "sum"}
+    return value
 
 
-def of_pairs(family, gather, factor=lambda: 1.0):
+def of_pairs(loss, gather):
     """Every rank returns the terms of its own rows; the gradients are summed."""
-    loss = OF_PAIRS[family]
+
+    def value(model, x, y, k):
+        z, first = model(x), int(dc.scan(torch.tensor([len(x)]), exclusive=True))
+        return loss(z, gather(z), 0 if gather is alone else first, int(dc.all_reduce(torch.tensor([len(x)]))))
+
+    return value
+
+
+def program(make, loss, way, name=""):
+    """Return the program of `verdicts` of a family and a way, or a mistake of this name."""
+    value = make(loss, way)
 
     def distributed(model, x, y, k):
-        first = int(dc.scan(torch.tensor([len(x)]), exclusive=True))
-        z, n = model(x), int(dc.all_reduce(torch.tensor([len(x)])))
-        return loss(z, gather(z), 0 if gather is alone else first, n) * factor()
+        return value(model, x, y, k) * (dc.get_world_size() if name == TIMES_N else 1)
 
-    def single(model, x, y, k):
-        z = model(x)
-        return loss(z, z, 0, len(z))
-
-    return distributed, single, batch, {"module": encoder(), "rank_reduction": "sum"}
+    reduction = "mean" if make is of_rows else "sum"
+    return distributed, make(loss, alone), batch, {"module": encoder(), "rank_reduction": reduction}
 
 
 #: (what makes a program, its families, right ways with whether they take uneven ranks, mistakes)
@@ -439,14 +397,14 @@ KINDS = (
     (of_pairs, OF_PAIRS, GATHERS, PAIR_MISTAKES),
 )
 RIGHT = {
-    f"{family}, {way}": (make, family, how, uneven)
+    f"{family}, {way}": (make, loss, how, uneven)
     for make, families, ways, _ in KINDS
-    for family in families
+    for family, loss in families.items()
     for way, (how, uneven) in ways.items()
 }
 WRONG = {
-    f"{family}, {name}": (make, family, mistake)
+    f"{family}, {name}": (make, loss, way, name)
     for make, families, _, mistakes in KINDS
-    for family in families
-    for name, mistake in mistakes.items()
+    for family, loss in families.items()
+    for name, way in mistakes.items()
 }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from field import identity, own_block_kept, own_slice, plain_gather
 from torch.autograd import Function
-from verdicts import ruled
+from verdicts import numbers, ruled
 
 import diffcoll as dc
 
@@ -29,6 +29,11 @@ class Temperature(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.tensor(1.3, dtype=torch.double))
 
 
+def _of_one(module, image, text):
+    logits = module.scale * F.normalize(image) @ F.normalize(text).T
+    return F.cross_entropy(logits, torch.arange(len(image)))
+
+
 def clip(gather, scale=lambda s: s):
     """A CLIP-like loss of each rank's rows against the gathered ones; right under "mean" if the gather is."""
 
@@ -38,21 +43,24 @@ def clip(gather, scale=lambda s: s):
         target = first + torch.arange(len(image))
         return F.cross_entropy(logits, target, reduction="sum") * dc.get_world_size() / total
 
-    def single(module, image, text):
-        logits = module.scale * F.normalize(image) @ F.normalize(text).T
-        return F.cross_entropy(logits, torch.arange(len(image)))
+    return distributed, _of_one, pair, {"module": Temperature()}
 
-    return distributed, single, pair, {"module": Temperature()}
+
+def _whole(gather):
+    """open_clip's default: every rank returns the loss of the whole batch."""
+
+    def distributed(module, image, text):
+        return _of_one(module, gather(image), gather(text))
+
+    return distributed, _of_one, pair, {"module": Temperature()}
 
 
 def pair(n):
-    torch.manual_seed(0)
-    return torch.randn(n, 4, dtype=torch.double), torch.randn(n, 4, dtype=torch.double)
+    return one(n, 4), one(n, 4, 1)
 
 
-def one(n):
-    torch.manual_seed(0)
-    return torch.randn(n, 3, dtype=torch.double)
+def one(n, width=3, seed=0):
+    return numbers(n, width, seed=seed)
 
 
 right_gather = partial(dc.all_gather, sizes="auto")
@@ -68,6 +76,10 @@ same_direction = ruled(lambda x: dc.shift(x, 1), lambda g: dc.shift(g, 0 if dc.g
 summed_again = ruled(torch.clone, dc.all_reduce)
 #: torch.distributed.nn.functional's maximum: the cotangents are reduced by the same operation.
 max_like_sum = ruled(*[partial(dc.all_reduce, op="max")] * 2)
+
+
+def detached_on_rank_1(x):
+    return right_gather(x.detach() + 0 * x.sum() if dc.get_rank() == 1 else x)
 
 
 class CubedSum(Function):
@@ -98,55 +110,30 @@ def _sum_of_rows(reduce, power=1, **more):
 
 
 def _barlow(local):
-    def correlation(a, b, mean):
-        n = mean(torch.ones(1, dtype=a.dtype))
-        a, b = (z - mean(z) / n for z in (a, b))
-        a, b = (z / (mean(z**2) / n).sqrt() for z in (a, b))
-        return a.T @ b
+    def program(total, of_all):
+        def standardized(z, n):
+            z = z - total(z.sum(0)) / total(n)
+            return z / (total((z**2).sum(0)) / total(n)).sqrt()
 
-    def loss(c):
-        return ((c - torch.eye(len(c), dtype=c.dtype)) ** 2).sum()
+        def loss(a, b):
+            n = torch.full((1,), float(len(a)), dtype=a.dtype)
+            c = of_all(standardized(a, n).T @ standardized(b, n)) / of_all(n)
+            return ((c - torch.eye(len(c), dtype=c.dtype)) ** 2).sum()
 
-    def distributed(a, b):
-        def of_rank(z):
-            return z.expand(len(a), 1).sum(0) if z.dim() == 1 else z.sum(0)
+        return loss
 
-        def of_all(z):
-            return dc.all_reduce(of_rank(z))
-
-        total = of_all(torch.ones(1, dtype=a.dtype))
-        return loss(dc.all_reduce(correlation(a, b, of_rank if local else of_all)) / total)
-
-    def single(a, b):
-        n = torch.full((1,), float(len(a)), dtype=a.dtype)
-        return loss(correlation(a, b, lambda z: n if z.dim() == 1 else z.sum(0)) / n)
-
-    return distributed, single, pair, {}
+    return program(torch.clone if local else dc.all_reduce, dc.all_reduce), program(torch.clone, torch.clone), pair, {}
 
 
-def _mean_of_means():
-    def loss(x):
-        return (x**2).sum(1).mean()
-
-    return loss, loss, one, {}
-
-
-def _detached_on_one_rank():
-    def gather(x):
-        return right_gather(x.detach() + 0 * x.sum() if dc.get_rank() == 1 else x)
-
-    return clip(gather)
+def mean(x):
+    return (x**2).mean()
 
 
 def _nan_on_empty():
-    def single(x):
-        return (x**2).mean()
-
     def distributed(x):
-        _, total = rows_of_all(x)
-        return (x**2).mean() * len(x) * dc.get_world_size() / total
+        return mean(x) * len(x) * dc.get_world_size() / rows_of_all(x)[1]
 
-    return distributed, single, one, {}
+    return distributed, mean, one, {}
 
 
 def _ring_sum():
@@ -154,9 +141,7 @@ def _ring_sum():
         return (x * same_direction(x).sin()).sum()
 
     def single(x):
-        n = len(x) // 4
-        y = x.roll(4, 0) if n > 1 else x
-        return (x * y.sin()).sum()
+        return (x * x.roll(4, 0).sin()).sum()
 
     return distributed, single, one, {"rank_reduction": "sum"}
 
@@ -172,19 +157,6 @@ def _maximum():
     return distributed, single, one, {"rank_reduction": "sum"}
 
 
-def _whole(gather):
-    """open_clip's default: every rank returns the loss of the whole batch."""
-
-    def distributed(module, image, text):
-        image, text = gather(F.normalize(image)), gather(F.normalize(text))
-        return F.cross_entropy(module.scale * image @ text.T, torch.arange(len(image)))
-
-    def single(module, image, text):
-        return F.cross_entropy(module.scale * F.normalize(image) @ F.normalize(text).T, torch.arange(len(image)))
-
-    return distributed, single, pair, {"module": Temperature()}
-
-
 EVEN = {2: [(4, 4)], 3: [(4, 4, 4)]}
 UNEVEN = {2: [(4, 4), (5, 3)], 3: [(3, 3, 3), (5, 3, 1)]}
 EMPTY = {2: [(4, 4), (5, 3), (8, 0)], 3: [(4, 4, 4), (5, 3, 1), (5, 0, 3)]}
@@ -196,10 +168,10 @@ PLANTED = {
     "not reduced": (lambda: _sum_of_rows(identity), EVEN, "x: no other rank's loss reaches it"),
     "rank missing": (lambda: clip(without_rank_zero), EVEN, "text: the loss of rank 0 reaches it on no rank"),
     "ranks swapped": (_ring_sum, EVEN, "x: backward does not give the derivative of what the ranks return"),
-    "detached on rank 1": (_detached_on_one_rank, EVEN, "text: right if the calls of detach"),
+    "detached on rank 1": (lambda: clip(detached_on_rank_1), EVEN, "text: right if the calls of detach"),
     "N times": (lambda: clip(right_gather, summed_again), UNEVEN, "scale: [23] = N times that of one process"),
     "local statistics": (lambda: _barlow(True), EVEN, "a and b: .* it is the forward that differs"),
-    "mean of means": (_mean_of_means, UNEVEN, "right if ranks are weighted by their rows of x"),
+    "mean of means": (lambda: (mean, mean, one, {}), UNEVEN, "right if ranks are weighted by their rows of x"),
     "equal blocks": (lambda: clip(dc.all_gather), UNEVEN, "right if all ranks have equally many rows, wrong if not"),
     "not finite": (_nan_on_empty, EMPTY, "not finite"),
     "second order": (lambda: _sum_of_rows(CubedSum.apply, 3, order=2), EVEN, "first order is right"),

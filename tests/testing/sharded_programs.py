@@ -1,7 +1,6 @@
 """Sharded programs, right ones and the same with planted bugs.
 
-Each is made by a function of the name of a bug, and is (distributed, single, batch, further arguments) of
-`assert_matches_single_process`. `PROGRAMS` has the bugs of each.
+Each is a program of `verdicts`, made by a function of the name of a bug. `PROGRAMS` has the bugs of each.
 """
 
 import math
@@ -11,9 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from verdicts import numbers, ruled
+from verdicts import loss, numbers, ruled, sharded
 
 import diffcoll as dc
 
@@ -55,36 +56,21 @@ def scattered(x, group):
 # ── tensor parallelism ───────────────────────────────────────────────────────────────────────────────────
 
 
-class Linear(nn.Module):
-    def __init__(self, inputs, outputs, seed=0):
-        super().__init__()
-        self.weight, self.bias = parameter(outputs, inputs, seed=seed), parameter(outputs, seed=seed + 1)
-
-    def forward(self, x):
-        return x @ self.weight.T + self.bias
-
-
 class MLP(nn.Module):
-    def __init__(self):
+    def __init__(self, width=8):
         super().__init__()
-        self.up, self.down = Linear(3, 8), Linear(8, 3, seed=2)
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(3, width, dtype=torch.double), nn.Linear(width, 3, dtype=torch.double)
 
     def forward(self, x):
         return self.down(self.up(x).tanh())
 
 
-class Column(Linear):
+class Row(nn.Linear):
+    """Row-parallel."""
+
     def __init__(self, inputs, outputs, group, bug):
-        super().__init__(inputs, outputs // group.size())
-        self.group, self.bug = group, bug
-
-    def forward(self, x):
-        return super().forward(x if self.bug == "f" else copied(x, self.group))
-
-
-class Row(Linear):
-    def __init__(self, inputs, outputs, group, bug):
-        super().__init__(inputs // group.size(), outputs)
+        super().__init__(inputs, outputs, dtype=torch.double)
         self.group, self.bug = group, bug
 
     def forward(self, x):
@@ -98,31 +84,26 @@ class Row(Linear):
 
 class ShardedMLP(MLP):
     def __init__(self, mesh, bug):
-        nn.Module.__init__(self)
         group = mesh["tp"].get_group()
-        self.up, self.down = Column(3, 8, group, bug), Row(8, 3, group, bug)
+        super().__init__(8 // group.size())
+        self.group, self.bug, self.down = group, bug, Row(8 // group.size(), 3, group, bug)
+
+    def forward(self, x):
+        return super().forward(x if self.bug == "f" else copied(x, self.group))
 
 
-def loss(module, x):
-    return module(x).sin().mean()
+def called(module, *given):
+    return module(*given)
 
 
-def layer(module, x):
-    return module(x)
+def mlp(bug, ranks=None, **more):
+    ranks = ranks or [{"tp": 2}, {"tp": 4}]
+    return sharded(lambda whole, mesh: ShardedMLP(mesh, bug), ranks, MLP(), numbers(6, 3), **more)
 
 
-def mlp(bug, what=loss):
-    more = {"module": MLP(), "shard": lambda whole, mesh: ShardedMLP(mesh, bug), "ranks": [{"tp": 2}, {"tp": 4}]}
-    return what, what, numbers(5, 3), more
-
-
-def data_and_tensor(bug, what=loss):
+def data_and_tensor(bug):
     """Rows along one axis, features along the other."""
-    distributed, single, x, more = mlp(bug, what)
-    more |= {"ranks": {"dp": 3, "tp": 2}, "placements": {"x": {"dp": Shard(0)}}, "rank_reduction": {"dp": "mean"}}
-    if bug == "not averaged":
-        more["reduced"] = ["dp"]
-    return distributed, single, numbers(6, 3) if what is loss else x, more
+    return mlp(bug, {"dp": 3, "tp": 2}, **({"reduced": ["dp"]} if bug == "not averaged" else {}))
 
 
 class Vocabulary(nn.Module):
@@ -167,12 +148,12 @@ class ShardedVocabulary(Vocabulary):
 
 
 def vocabulary(bug):
-    def predict(module, ids, labels):
-        return module(ids, labels)
-
     ids = torch.tensor([0, 5, 2, 2, 4]), torch.tensor([1, 0, 5, 3, 3])
-    more = {"module": Vocabulary(), "shard": lambda whole, mesh: ShardedVocabulary(mesh["tp"].get_group(), bug)}
-    return predict, predict, ids, {**more, "ranks": {"tp": 3}}
+
+    def shard(whole, mesh):
+        return ShardedVocabulary(mesh["tp"].get_group(), bug)
+
+    return sharded(shard, {"tp": 3}, Vocabulary(), ids, called)
 
 
 class Block(nn.Module):
@@ -195,9 +176,7 @@ class ShardedBlock(Block):
 
     def __init__(self, group, bug):
         super().__init__()
-        n = group.size()
-        self.mlp.up, self.mlp.down = Linear(3, 8 // n), Linear(8 // n, 3)
-        self.group, self.bug = group, bug
+        self.mlp, self.group, self.bug = MLP(8 // group.size()), group, bug
         shared = {"norm": self.norm.parameters(), "bias": [self.mlp.down.bias]}
         for which, parameters in shared.items():
             for p in parameters if bug != which else ():
@@ -213,16 +192,15 @@ class ShardedBlock(Block):
 
 
 def sequence(bug):
-    more = {
-        "module": Block(),
-        "shard": lambda whole, mesh: ShardedBlock(mesh["tp"].get_group(), bug),
-        "ranks": {"tp": 2},
-    }
-    said = {"x": {"tp": Shard(0)}}
+    left_out, placements = bug, {"x": {"tp": Shard(0)}}
     if bug == "said to be partial":  # somebody sums them later
-        more["shard"] = lambda whole, mesh: ShardedBlock(mesh["tp"].get_group(), "norm")
-        said["norm.*"] = {"tp": Partial()}
-    return layer, layer, numbers(6, 3), {**more, "placements": said, "rank_reduction": {}}
+        left_out, placements["norm.*"] = "norm", {"tp": Partial()}
+
+    def shard(whole, mesh):
+        return ShardedBlock(mesh["tp"].get_group(), left_out)
+
+    more = {"placements": placements, "rank_reduction": {}}
+    return sharded(shard, {"tp": 2}, Block(), numbers(6, 3), called, **more)
 
 
 def torchs_tensor_parallel(bug):
@@ -236,43 +214,35 @@ def torchs_tensor_parallel(bug):
         y = y.sin().mean()
         return y * dist.get_world_size() if bug == "times N" else y
 
-    return distributed, loss, numbers(5, 3), {"module": Plain(), "shard": shard, "ranks": {"tp": 2}}
+    return sharded(shard, {"tp": 2}, MLP(), numbers(5, 3), distributed, loss)
 
 
 # ── context parallelism ──────────────────────────────────────────────────────────────────────────────────
 
 
-def attention(q, k, v, positions=None, of_keys=None):
+def scores(q, k, rows, columns):
+    return (q @ k.T / math.sqrt(q.shape[-1])).masked_fill(rows[:, None] < columns, -math.inf)
+
+
+def attention(q, k, v):
     """Causal attention of (S, E)."""
-    rows = torch.arange(len(q)) if positions is None else positions
-    columns = rows if of_keys is None else of_keys
-    scores = (q @ k.T / math.sqrt(q.shape[-1])).masked_fill(rows[:, None] < columns, -math.inf)
-    return scores.softmax(1) @ v
-
-
-def ring_attention(q, k, v, positions, bug=""):
-    """Blocks of keys and values go around; the sums of exponentials are joined."""
-    n, rank = dc.get_world_size(), dc.get_rank()
-    scores, values = [], []
-    for step in range(n):
-        of_keys = positions((rank - step) % n)
-        if bug == "wrong offset":
-            of_keys = positions((rank + step) % n)
-        if bug != "wrong mask" or step == 0:
-            hidden = positions(rank)[:, None] < of_keys
-        else:
-            hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
-        scores.append((q @ k.T / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf))
-        values.append(v)
-        k, v = (dc.shift(k), dc.shift(v)) if bug != "stale keys" else (k, dc.shift(v))
-    return torch.cat(scores, 1).softmax(1) @ torch.cat(values)
+    rows = torch.arange(len(q))
+    return scores(q, k, rows, rows).softmax(1) @ v
 
 
 def ring(bug, length, n, positions, placement, *names):
-    """Attention over a sequence that the ranks have in parts, at these positions."""
+    """Attention over a sequence that the ranks have in parts, at these positions; keys and values go around."""
 
     def distributed(q, k, v):
-        return ring_attention(q, k, v, positions, bug)
+        rank, found, values = dc.get_rank(), [], []
+        for step in range(n):
+            of_keys = positions((rank + (step if bug == "wrong offset" else -step)) % n)
+            if bug == "wrong mask" and step > 0:
+                of_keys = torch.full_like(of_keys, -1)  # hides none
+            found.append(scores(q, k, positions(rank), of_keys))
+            values.append(v)
+            k, v = (k if bug == "stale keys" else dc.shift(k)), dc.shift(v)
+        return torch.cat(found, 1).softmax(1) @ torch.cat(values)
 
     more = {"ranks": {"cp": n}, "placements": dict.fromkeys(names, placement)}
     return distributed, attention, tuple(numbers(3, length, 4)), more
@@ -300,29 +270,19 @@ def zigzag_context(bug):
 def ulysses(bug):
     """(S, H, E): parts of the sequence become heads."""
 
-    def whole(q, k, v):
-        return torch.stack([attention(q[:, h], k[:, h], v[:, h]) * (h + 1) for h in range(q.shape[1])], 1)
+    def heads(q, k, v, first=0):
+        return torch.stack([attention(q[:, h], k[:, h], v[:, h]) * (first + h + 1) for h in range(q.shape[1])], 1)
 
     def distributed(q, k, v):
         q, k, v = (exchange(x, 1, 0) for x in (q, k, v))
-        first = 0 if bug == "wrong head" else dc.get_rank() * q.shape[1]
-        y = torch.stack([attention(q[:, h], k[:, h], v[:, h]) * (first + h + 1) for h in range(q.shape[1])], 1)
-        return exchange(y, 0, 1)
+        return exchange(heads(q, k, v, 0 if bug == "wrong head" else dc.get_rank() * q.shape[1]), 0, 1)
 
     def exchange(x, split, concat):
-        if bug == "no gradient":
-            return exchanged(x, split, concat)
-        y = dc.all_to_all(x, split, concat)
+        y = dc.all_to_all(x.detach() if bug == "no gradient" else x, split, concat)
         return y.flip(concat) if bug == "order" and concat else y
 
-    def exchanged(x, split, concat):
-        blocks = torch.stack(x.chunk(dc.get_world_size(), split))
-        found = torch.empty_like(blocks)
-        dist.all_to_all_single(found, blocks)
-        return torch.cat(list(found), concat)
-
     placements = {name: {"cp": Shard(0)} for name in "qkv"}
-    return distributed, whole, tuple(numbers(3, 6, 2, 4)), {"ranks": {"cp": 2}, "placements": placements}
+    return distributed, heads, tuple(numbers(3, 6, 2, 4)), {"ranks": {"cp": 2}, "placements": placements}
 
 
 def tokens(bug):
@@ -386,46 +346,42 @@ class ShardedExperts(Experts):
         return y.sin().sum(1).mean() + (n * auxiliary if self.bug == "auxiliary" else auxiliary)
 
 
+def rows_of(outer, inner):
+    """Rows are divided along two axes."""
+    return lambda whole, at: whole.chunk(at.mesh[outer] * at.mesh[inner])[at[outer] * at.mesh[inner] + at[inner]]
+
+
 def experts(bug):
-    more = {"module": Experts(), "shard": lambda whole, mesh: ShardedExperts(mesh, bug), "ranks": {"dp": 2, "ep": 3}}
-    more |= {"placements": {"x": rows_of_both, "weight": {"ep": Shard(0)}}}
-    return layer, layer, numbers(12, 3), {**more, "rank_reduction": {"dp": "mean", "ep": "mean"}}
+    def shard(whole, mesh):
+        return ShardedExperts(mesh, bug)
 
-
-def rows_of_both(whole, at):
-    return whole.chunk(at.mesh["dp"] * at.mesh["ep"])[at["dp"] * at.mesh["ep"] + at["ep"]]
+    placements = {"x": rows_of("dp", "ep"), "weight": {"ep": Shard(0)}}
+    return sharded(shard, {"dp": 2, "ep": 3}, Experts(), numbers(12, 3), called, placements=placements)
 
 
 # ── pipelines ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Sent(torch.autograd.Function):
+def receive(like, source):
+    x = torch.empty_like(like)
+    dist.recv(x, source)
+    return x
+
+
+def sent(x, to):
     """Sends x, and receives its gradient; the result stands for what the other rank computes."""
 
-    @staticmethod
-    def forward(ctx, x, to):
-        ctx.to, ctx.like = to, torch.empty_like(x)
-        dist.send(x.detach().contiguous(), to)
+    def send(x):
+        dist.send(x.contiguous(), to)
         return x.new_zeros(())
 
-    @staticmethod
-    def backward(ctx, g):
-        dist.recv(ctx.like, ctx.to)
-        return ctx.like, None
+    return ruled(send, lambda g: receive(x.detach(), to))(x)
 
 
-class Received(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, like, source, factor):
-        ctx.source, ctx.factor = source, factor
-        x = torch.empty_like(like)
-        dist.recv(x, source)
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        dist.send(g.contiguous() * ctx.factor, ctx.source)
-        return None, None, None
+def received(shape, source, factor=1):
+    """Receives a tensor, and sends its gradient."""
+    like = torch.zeros(shape, dtype=torch.double, requires_grad=True)
+    return ruled(partial(receive, source=source), lambda g: dist.send(g.contiguous() * factor, source))(like)
 
 
 def pipeline(bug):
@@ -440,43 +396,29 @@ def pipeline(bug):
     def distributed(module, x):
         if dist.get_rank() == 0:
             y = module.up(x).tanh()
-            return Sent.apply(y * (2 if bug == "twice" else 1), 1)
-        like = torch.zeros(len(x), 8, dtype=torch.double, requires_grad=True)
-        y = module.down(Received.apply(like, 0, 0 if bug == "zeros" else 1)).sin().mean()
+            return sent(y * (2 if bug == "twice" else 1), 1)
+        y = module.down(received((len(x), 8), 0, 0 if bug == "zeros" else 1)).sin().mean()
         return y * 2 if bug == "value twice" else y
 
-    more = {"module": MLP(), "shard": shard, "ranks": {"pp": 2}}
-    return distributed, loss, numbers(5, 3), {**more, "placements": {key: {"pp": Partial()} for key in ("output", "x")}}
+    placements = {key: {"pp": Partial()} for key in ("output", "x")}
+    return sharded(shard, {"pp": 2}, MLP(), numbers(5, 3), distributed, loss, placements=placements)
 
 
 # ── PyTorch's own ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(3, 8, dtype=torch.double), nn.Linear(8, 3, dtype=torch.double)
-
-    def forward(self, x):
-        return self.down(self.up(x).tanh())
-
-
-def rows_of_ranks(shard, bug, **more):
+def of_rows(shard, bug, ranks=None, **more):
     """A model whose ranks have rows of the batch, and whose gradients are averaged."""
 
     def distributed(module, x):
         y = loss(module, -x if bug == "another input" else x)
         return y * dist.get_world_size() if bug == "times N" else y
 
-    common = {"module": Plain(), "shard": shard, "ranks": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}}
-    x = numbers(5 if bug == "uneven" else 12 if "ranks" in more else 6, 3)
-    return distributed, loss, x, {**common, "rank_reduction": {"dp": "mean"}, **more}
+    x = numbers(5 if bug == "uneven" else 12, 3)
+    return sharded(shard, ranks or {"dp": 2}, MLP(), x, distributed, loss, **more)
 
 
 def fully_sharded(bug):
-    from torch.distributed.fsdp import fully_shard
-
     def shard(whole, mesh):
         for each in (whole.up, whole):
             fully_shard(each, mesh=mesh)
@@ -484,26 +426,19 @@ def fully_sharded(bug):
                 each.set_gradient_divide_factor(1.0)
         return whole
 
-    return rows_of_ranks(shard, bug)
+    return of_rows(shard, bug)
 
 
 def hybrid_sharded(bug):
-    from torch.distributed.fsdp import fully_shard
-
     def shard(whole, mesh):
         fully_shard(whole, mesh=mesh["shard"] if bug == "not replicated" else mesh)
         if bug == "summed":
             whole.set_gradient_divide_factor(1.0)
         return whole
 
-    more = {
-        "ranks": {"replicate": 2, "shard": 3},
-        "placements": {"x": lambda whole, at: whole.chunk(6)[3 * at["replicate"] + at["shard"]]},
-        "rank_reduction": {"replicate": "mean", "shard": "mean"},
-    }
-    if bug == "not replicated":
-        more |= {"reduced": ["replicate"]}
-    return rows_of_ranks(shard, bug, **more)
+    more = {"reduced": ["replicate"]} if bug == "not replicated" else {}
+    placements = {"x": rows_of("replicate", "shard")}
+    return of_rows(shard, bug, {"replicate": 2, "shard": 3}, placements=placements, **more)
 
 
 def data_parallel(bug):
@@ -512,12 +447,10 @@ def data_parallel(bug):
             return whole
         return nn.parallel.DistributedDataParallel(whole, process_group=mesh.get_group())
 
-    return rows_of_ranks(shard, bug, **({"reduced": ["dp"]} if bug == "not wrapped" else {}))
+    return of_rows(shard, bug, **({"reduced": ["dp"]} if bug == "not wrapped" else {}))
 
 
 def mapped(bug):
-    from torch.distributed.tensor.experimental import local_map
-
     def single(x, w):
         return (x @ w).sin().sum(0)
 
@@ -532,21 +465,32 @@ def mapped(bug):
     return distributed, single, (numbers(4, 3), numbers(3, 2, seed=1)), {"ranks": {"tp": 2}}
 
 
-#: program: its bugs
+#: program: its bugs, and the words that are observed of some
 PROGRAMS = {
-    mlp: ("f", "g", "bias"),
-    data_and_tensor: ("f", "bias", "not averaged"),
-    vocabulary: ("local mean", "local vocabulary size", "logits counted N times", "f"),
-    sequence: ("norm", "bias", "slice"),
-    torchs_tensor_parallel: ("another input", "summed again", "times N"),
-    context: ("stale keys", "wrong mask", "wrong offset"),
-    zigzag_context: ("contiguous", "not said", "stale keys"),
-    ulysses: ("wrong head", "order", "no gradient"),
-    tokens: ("local counts", "padding", "mean of the axes"),
-    experts: ("nobody divides", "wrong axes", "dropped tokens", "auxiliary"),
-    pipeline: ("zeros", "twice", "value twice"),
-    fully_sharded: ("summed", "uneven", "another input"),
-    hybrid_sharded: ("not replicated", "summed", "another input"),
-    data_parallel: ("times N", "uneven", "not wrapped"),
-    mapped: ("wrong placement", "gradients placed as inputs", "another input"),
+    mlp: {
+        "f": "x: right after a sum over tp",
+        "g": "the first output that differs is that of down, which is right after a sum over tp",
+        "bias": "that of down, which has its bias 2 times, once for each rank of tp",
+    },
+    data_and_tensor: dict.fromkeys(("f", "bias", "not averaged"), ""),
+    vocabulary: {
+        **dict.fromkeys(("local mean", "local vocabulary size", "f"), ""),
+        "logits counted N times": "value: larger by log 3, the logarithm of the size of tp",
+    },
+    sequence: {"norm": "norm.weight and norm.bias: right after a sum over tp", "bias": "", "slice": ""},
+    torchs_tensor_parallel: dict.fromkeys(("another input", "summed again", "times N"), ""),
+    context: dict.fromkeys(("stale keys", "wrong mask", "wrong offset"), ""),
+    zigzag_context: dict.fromkeys(("contiguous", "not said", "stale keys"), ""),
+    ulysses: dict.fromkeys(("wrong head", "order", "no gradient"), ""),
+    tokens: {
+        "local counts": "right if ranks are weighted by their ones of mask",
+        "padding": "which is the part of mask that is one",
+        "mean of the axes": "",
+    },
+    experts: dict.fromkeys(("nobody divides", "wrong axes", "dropped tokens", "auxiliary"), ""),
+    pipeline: dict.fromkeys(("zeros", "twice", "value twice"), ""),
+    fully_sharded: dict.fromkeys(("summed", "uneven", "another input"), ""),
+    hybrid_sharded: dict.fromkeys(("not replicated", "summed", "another input"), ""),
+    data_parallel: dict.fromkeys(("times N", "uneven", "not wrapped"), ""),
+    mapped: dict.fromkeys(("wrong placement", "gradients placed as inputs", "another input"), ""),
 }

@@ -1,7 +1,7 @@
 """Verdicts on programs of the field: no right one is called wrong, and each mistake is caught."""
 
 import pytest
-from field import RIGHT, WRONG
+from field import RIGHT, WRONG, program
 from verdicts import differs, matches
 
 
@@ -17,11 +17,10 @@ def on_both(names, of_fast_suite=1):
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.nn:FutureWarning")
 @pytest.mark.parametrize(("on", "name"), on_both(RIGHT))
 def test_a_right_program_passes(on, name):
-    make, family, how, uneven = RIGHT[name]
-    matches(make(family, how), ranks=[(5, 3), (0, 2, 4, 2)] if uneven else [(4, 4), (2, 2, 2)], on=[on])
+    *family, uneven = RIGHT[name]
+    matches(program(*family), ranks=[(5, 3), (0, 2, 4, 2)] if uneven else [(4, 4), (2, 2, 2)], on=[on])
 
 
 @pytest.mark.parametrize(("on", "name"), on_both(WRONG, of_fast_suite=3))
 def test_a_mistake_is_caught(on, name):
-    make, family, mistake = WRONG[name]
-    assert differs(make(family, mistake.way, mistake.factor), ranks=(4, 4), on=[on]).observed
+    assert differs(program(*WRONG[name]), ranks=(4, 4), on=[on]).observed

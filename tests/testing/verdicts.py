@@ -4,9 +4,13 @@ A program is (distributed, single, batch, further arguments) of `assert_matches_
 ranks, unless the arguments say otherwise.
 """
 
+from functools import lru_cache
+
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
+import diffcoll as dc
 from diffcoll.testing import GradientMismatchError, assert_matches_single_process, check_gradients
 
 SIMULATED = {"on": ["simulated"]}
@@ -34,6 +38,27 @@ def numbers(*shape, seed=0, dtype=torch.double):
 
 def per_rank(*shape, n=3, seed=0, dtype=torch.double):
     return [numbers(*shape, seed=seed + r, dtype=dtype) for r in range(n)]
+
+
+@lru_cache
+def cached_rank():
+    """The rank that came first, as packages keep it that are written for one rank in a process."""
+    return dc.get_rank()
+
+
+def several():
+    return dc.get_world_size() > 1
+
+
+def loss(module, x):
+    return module(x).sin().mean()
+
+
+def sharded(shard, ranks, module, batch, fn=loss, single=None, **more):
+    """A program on a mesh; rows of x are divided along the axes that are no `tp` or `pp`."""
+    split = {axis: Shard(0) for axis in (ranks if isinstance(ranks, dict) else {}) if axis not in ("tp", "pp")}
+    placed = {"placements": {"x": split}} if split else {}
+    return fn, single or fn, batch, {"module": module, "shard": shard, "ranks": ranks, **placed, **more}
 
 
 def observed(report):
