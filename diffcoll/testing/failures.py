@@ -95,19 +95,11 @@ def _first(failures: Mapping[int, RankFailure | None]) -> RankFailure | None:
 
 
 def _cause(failures: Mapping[int, RankFailure | None], timeout: float) -> str:
-    """Return the failure that explains the others, in one sentence that begins with what it is."""
+    """Return the failure that explains the others, on which ranks and where."""
     first = _first(failures)
     if first is None:
         each = (f"  rank {r}: {f.summary if f else 'returned'}" for r, f in failures.items())
         return "\n".join((f"no end after {timeout:g} s", *each))
-    alike = [
-        r for r, f in failures.items() if f and (f.kind, f.type, f.message) == (first.kind, first.type, first.message)
-    ]
-    where = f"rank{'s' * (len(alike) > 1)} {' and '.join(map(str, alike))} of {len(failures)}"
-    if first.kind != "raised":
-        return f"{where}: {first.summary}"
-    where = "every rank" if len(alike) == len(failures) > 1 else where
-    lines = {f.line for r, f in failures.items() if f and r in alike}
-    line = f", at {first.line}" if lines == {first.line} != {""} else ""
-    said = f": {first.message}" if first.message else ""
-    return f"{first.type.rpartition('.')[2]} on {where}{line}{said}"
+    alike = [str(r) for r, f in failures.items() if f and f.summary == first.summary]
+    line = f", at {first.line}" if first.line else ""
+    return f"rank{'s' * (len(alike) > 1)} {' and '.join(alike)} of {len(failures)}{line}: {first.summary}"
