@@ -1,6 +1,6 @@
 """What the process has one of, and each simulated rank for itself: a rank saves it when it gives way to another one.
 
-That is random numbers, the variables of a launcher, warnings, output streams, and the level of forward mode.
+That is random numbers, the default dtype, the variables of a launcher, warnings, output streams and forward mode.
 """
 
 from __future__ import annotations
