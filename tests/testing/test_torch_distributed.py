@@ -488,7 +488,8 @@ def fails(error, words, body):
 
 
 WRONG = {
-    "tensors": lambda: dist.all_gather([ones(1)], ones(1)),
+    "too few": lambda: dist.all_gather([ones(1)], ones(1)),
+    "too many": lambda: dist.reduce_scatter(ones(1), [ones(1)] * 3),
     "remainder": lambda: dist.reduce_scatter_tensor(ones(1), ones(3)),
     "op": lambda: dist.all_reduce(ones(1), dist._make_nccl_premul_sum(2.0)),
     "sizes": lambda: dist.all_to_all_single(ones(2), ones(3), [1, 1], [1, 1]),

@@ -94,13 +94,13 @@ def deliver(op: str, ranks: Sequence[Sequence[tuple[Blocks, Blocks]]]) -> list[N
     with torch.inference_mode():  # tensors of a rank in inference mode can be written in that mode only
         for exchanges in zip(*ranks, strict=True):
             reduced: dict[tuple[int, ...], Tensor] = {}  # by what is sent: once for all ranks that receive the same
-            for r, (_, recvs) in enumerate(exchanges):
-                blocks = [sends[r] for sends, _ in exchanges]
+            received = zip(*(sends for sends, _ in exchanges), strict=True)
+            for r, ((_, recvs), blocks) in enumerate(zip(exchanges, received, strict=True)):
                 if op and recvs[0] is not None:
                     sent = tuple(map(id, blocks))
                     if sent not in reduced:
                         reduced[sent] = _reduced(op, [expect_like(r, recvs[0], s, x) for s, x in enumerate(blocks)])
-                    recvs, blocks = recvs[:1], [reduced[sent]]
+                    recvs, blocks = recvs[:1], (reduced[sent],)
                 for s, (into, block) in enumerate(zip(recvs, blocks, strict=True)):
                     expect_like(r, into, s, block)
                     if into is not None and block is not None:
