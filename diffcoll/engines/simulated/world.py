@@ -1,6 +1,6 @@
 """The scheduler of simulated ranks: threads of one process, of which one runs at a time.
 
-A rank runs until it waits for another rank, and then releases the lock of the next rank that can run. So a run is
+A rank runs until it waits for another rank, and then gives the turn to the next rank that can run. So a run is
 deterministic, each hand-over wakes one thread only, and a deadlock is detected at once: no rank can run.
 
 A *meeting* is one communication of all ranks of a group. Each rank adds an entry, and the last one combines all entries
@@ -83,7 +83,7 @@ class Rank(threading.Thread):
 
     def __init__(self, world: World, number: int, body: Callable[[], None]) -> None:
         super().__init__(name=f"rank {number}", daemon=True)
-        self.turn = _closed_lock()
+        self.turn = threading.Semaphore(0)
         self.world = world
         self.number = number
         self.body = body
@@ -134,7 +134,7 @@ class World:
         self.failures: list[tuple[int, BaseException]] = []
         self._ranks: list[Rank] = []
         self._ready: deque[Rank] = deque()
-        self._over = _closed_lock()
+        self._over = threading.Semaphore(0)
         self._meetings: dict[tuple[LocalGroup, int], Meeting] = {}
         #: For torch.distributed: the store, and by group and receiver the messages that wait for their counterpart.
         # Programs of several processes may wait for a key that another rank sets later; here that rank would not run.
@@ -163,8 +163,7 @@ class World:
         except BaseException:  # the ranks that wait end now, and the one that runs at its next collective
             self.stopped = True
             for rank in ranks:
-                if rank.turn.locked():
-                    rank.turn.release()
+                rank.turn.release()
             raise
         finally:
             self.before.restore()
@@ -291,10 +290,3 @@ def one_at_a_time() -> Iterator[None]:
         raise RuntimeError(message("simulate", "the caller", got, "a thread that is none"))
     with _one_world:
         yield
-
-
-def _closed_lock() -> threading.Lock:
-    """Return a lock that is held."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
