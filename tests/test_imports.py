@@ -31,7 +31,6 @@ ORDER = list(LAYERS)
 #: Imported when something is first traced, as it takes time, or after mpi4py.
 DEFERRED = {
     ("core.rules", "core.compiled"),
-    ("core.groups", "engines.simulated.engine"),
     ("core.groups", "engines.mpi"),
 }
 

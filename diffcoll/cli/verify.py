@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,28 +24,13 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.engines.devices import device_of_backend, select_device
 from diffcoll.testing import RanksFailedError, cases, spawn
-from diffcoll.testing.cases import Case
+from diffcoll.testing.cases import Case, Measured
 
 #: The largest relative error of float64 at which a call is right.
 TOLERANCE = 1e-10
 #: Seconds in which a rank must come to a call: for the others it may compile.
 PATIENCE = 120
 Errors = dict[str, float]
-
-
-class Row(NamedTuple):
-    """One call, or all calls of a collective together, and this rank's relative errors."""
-
-    collective: str
-    call: str
-    errors: Callable[[], Errors]
-
-
-class Found(NamedTuple):
-    """How many calls were checked, and how many of them are right."""
-
-    right: int
-    calls: int
 
 
 def launcher() -> str:
@@ -62,103 +47,92 @@ def _several(variable: str) -> bool:
 
 def run(options: argparse.Namespace, engine: str) -> int:
     """Run the command on the processes of this launcher, or on some of its own; returns the exit status."""
-    about = f"torch {torch.__version__}, float64, seed {options.seed}"
+    rank, found = 0, []
     if engine:
-        found, rank, where = _on_launched(options, engine)
-    else:
-        found, rank, where = _on_spawned(options), 0, f"{options.backend} processes of this machine"
-    if found is None:
-        return 1
-    if rank == 0:
-        print(f"{found.right} of {found.calls} calls are right: {where}, {about}")
-    return 0 if found.right == found.calls else 1
-
-
-def _on_spawned(options: argparse.Namespace) -> Found | None:
-    """Check on processes of this machine, with each number of ranks; None: a call has raised."""
-    sizes = options.world_size or [2, 3]
-    right = calls = 0
-    for n in sizes:
-        # Every rank compiles for itself, which takes most of the time.
-        check = partial(_check, options.only, options.seed, options.backend, n, COMPILES and n == max(sizes))
+        where, backend = _join(options.backend, engine)
+        rank, n = diffcoll.get_rank(), diffcoll.get_world_size()
         try:
-            found = spawn(check, range(n), backend=options.backend, timeout=1800)[0]
-        except RanksFailedError as error:
-            print(error, file=sys.stderr)
-            return None
-        right, calls = right + found.right, calls + found.calls
-    return Found(right, calls)
+            found = _check(options.only, options.seed, backend, n, COMPILES, rank)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # other ranks may wait for this one, and a group in use cannot be destroyed
+        if engine == "torch":
+            dist.destroy_process_group()
+    else:
+        where, sizes = f"{options.backend} processes of this machine", options.world_size or [2, 3]
+        for n in sizes:
+            # Every rank compiles for itself, which takes most of the time.
+            check = partial(_check, options.only, options.seed, options.backend, n, COMPILES and n == max(sizes))
+            try:
+                found += spawn(check, range(n), backend=options.backend, timeout=1800)[0]
+            except RanksFailedError as error:
+                print(error, file=sys.stderr)
+                return 1
+    if rank == 0:
+        about = f"torch {torch.__version__}, float64, seed {options.seed}"
+        print(f"{sum(found)} of {len(found)} calls are right: {where}, {about}")
+    return 0 if all(found) else 1
 
 
-def _on_launched(options: argparse.Namespace, engine: str) -> tuple[Found | None, int, str]:
-    """Check on the processes of a launcher; returns what was found, this rank, and what they are."""
+def _join(backend: str, engine: str) -> tuple[str, str]:
+    """Join the processes of a launcher; returns what they are, and the backend."""
     if engine == "mpi":
         from mpi4py import MPI
 
         diffcoll.set_default_group(MPI.COMM_WORLD)
-        backend, where = "mpi", "processes of MPI"
-    else:
-        backend, where = options.backend, f"launched {options.backend} processes"
-        select_device(backend, int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend)
-    rank, n = diffcoll.get_rank(), diffcoll.get_world_size()
-    try:
-        found = _check(options.only, options.seed, backend, n, COMPILES, rank)
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # other ranks may wait for this one, and a group in use cannot be destroyed
-    if engine == "torch":
-        dist.destroy_process_group()
-    return found, rank, f"{n} {where}"
+        return f"{MPI.COMM_WORLD.size} processes of MPI", "mpi"
+    select_device(backend, int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend)
+    return f"{dist.get_world_size()} launched {backend} processes", backend
 
 
 # ── on each rank ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _check(names: Sequence[str], seed: int, backend: str, n: int, compiled: bool, rank: int) -> Found:
-    """Check all calls; rank 0 prints them."""
+def _check(names: Sequence[str], seed: int, backend: str, n: int, compiled: bool, rank: int) -> list[bool]:
+    """Check all calls, which rank 0 prints; returns which are right."""
     if dist.is_initialized():
         diffcoll.set_default_group(dist.new_group(timeout=timedelta(seconds=PATIENCE)))
     control, found = Control(resolve(None, "diffcoll verify"), "diffcoll verify"), []
     device = torch.device("cpu" if backend == "mpi" else device_of_backend(backend))
-    for row in _rows(names, seed, n, compiled, rank, device):
+    for call, measure in _calls(names, seed, n, compiled, rank, device):
         try:
-            mine = row.errors()
+            each = measure()
         except Exception:
-            print(f"✗ {row.collective}({row.call}) raises on rank {rank} of {n}", file=sys.stderr, flush=True)
+            print(f"✗ {call} raises on rank {rank} of {n}", file=sys.stderr, flush=True)
             raise
+        mine = {name: max(of_call[name] for of_call in each) for name in each[0]}
         of_ranks = control.gather(torch.tensor([*mine.values()], dtype=torch.float64), [len(mine)] * n)
         worst = torch.stack(of_ranks).amax(0).tolist()
         found.append(max(worst) <= TOLERANCE)
         if rank == 0:
             shown = ", ".join(f"{name} {value:.0e}" for name, value in zip(mine, worst, strict=True))
-            print(f"{'✓' if found[-1] else '✗'} {row.collective}({row.call}) on {n} ranks: {shown}", flush=True)
-    return Found(sum(found), len(found))
+            print(f"{'✓' if found[-1] else '✗'} {call} on {n} ranks: {shown}", flush=True)
+    return found
 
 
-def _rows(names: Sequence[str], seed: int, n: int, compiled: bool, rank: int, device: torch.device) -> Iterator[Row]:
-    """Yield each call in reverse mode; then all calls of a collective in forward mode, and compiled in one graph."""
+def _calls(
+    names: Sequence[str], seed: int, n: int, compiled: bool, rank: int, device: torch.device
+) -> Iterator[tuple[str, Callable[[], list[Errors]]]]:
+    """Yield words for each call, and what measures this rank's relative errors, of one call or of several.
+
+    Each call in reverse mode; then all calls of a collective in forward mode, and compiled in one graph.
+    """
     table = cases.table(n)
 
     def called(case: Case, x: Tensor) -> Tensor:
         return case.call(x.to(device), rank).cpu()
 
-    def backward(case: Case) -> Errors:
-        measured = cases.on_rank(case, rank, seed, partial(called, case))
-        return cases.errors(measured, cases.in_truth(case, seed), rank)
+    def errors(own: Sequence[Case], measured: Sequence[Measured], truth: Any = cases.in_truth) -> list[Errors]:
+        return [cases.errors(m, truth(case, seed), rank) for case, m in zip(own, measured, strict=True)]
 
-    def forward_mode(own: Sequence[Case]) -> Errors:
-        return _worst(
-            [
-                cases.errors(
-                    cases.tangent_on_rank(case, rank, seed, partial(called, case)),
-                    cases.tangents_in_truth(case, seed),
-                    rank,
-                )
-                for case in own
-            ]
-        )
+    def reverse(case: Case) -> list[Errors]:
+        return errors([case], [cases.on_rank(case, rank, seed, partial(called, case))])
+
+    def forward(own: Sequence[Case]) -> list[Errors]:
+        measured = [cases.tangent_on_rank(case, rank, seed, partial(called, case)) for case in own]
+        return errors(own, measured, cases.tangents_in_truth)
 
     def in_one_graph(own: Sequence[Case]) -> list[Errors]:
         torch.compiler.reset()
@@ -168,22 +142,17 @@ def _rows(names: Sequence[str], seed: int, n: int, compiled: bool, rank: int, de
 
         # Loops instead of vectors: the C++ compiler takes a fifth of the time.
         function: Any = torch.compile(program, fullgraph=True, options={"cpp.simdlen": 1})
-        measured = cases.together_on_rank(own, rank, seed, function)
-        return [cases.errors(m, cases.in_truth(case, seed), rank) for case, m in zip(own, measured, strict=True)]
+        return errors(own, cases.together_on_rank(own, rank, seed, function))
 
-    def compiled_calls(own: Sequence[Case]) -> Errors:
+    def in_graphs(own: Sequence[Case]) -> list[Errors]:
         # torch.compile traces a graph twice that has a 0-d float64 input.
         kinds = [[case for case in own if (() in case.shapes) == numbers] for numbers in (False, True)]
-        return _worst([errors for kind in kinds if kind for errors in in_one_graph(kind)])
+        return [of_call for kind in kinds if kind for of_call in in_one_graph(kind)]
 
     for name in names:
         own = [case for case in table if case.name == name]
         for case in own:
-            yield Row(name, case.label, partial(backward, case))
-        yield Row(name, "all calls, forward mode", partial(forward_mode, own))
+            yield f"{name}({case.label})", partial(reverse, case)
+        yield f"{name}(all calls, forward mode)", partial(forward, own)
         if compiled:
-            yield Row(name, "all calls, compiled", partial(compiled_calls, own))
-
-
-def _worst(each: Sequence[Errors]) -> Errors:
-    return {name: max(errors[name] for errors in each) for name in each[0]}
+            yield f"{name}(all calls, compiled)", partial(in_graphs, own)

@@ -21,7 +21,7 @@ from diffcoll.core.torch_private.transforms import carries_tangents, is_differen
 from diffcoll.engines import c10d
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Facts, NamedEngine, facts
-from diffcoll.engines.rank_state import THREAD, outsiders, refuse_thread
+from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, outsiders, refuse_thread
 from diffcoll.engines.solo import SoloEngine
 from diffcoll.engines.types import Group
 
@@ -57,6 +57,8 @@ def resolve(group: Any, operation: str) -> Engine:
             f"{operation}: group: got {type(group).__name__}, expected None, a torch.distributed.ProcessGroup, "
             "a one-dimensional DeviceMesh or an mpi4py.MPI.Comm; torch.distributed.new_group([…]) makes one"
         )
+    if THREAD.rank is not None:
+        raise RuntimeError(f"{operation}: group: the process group of this simulated rank was destroyed")
     if not simulating and _launched():  # simulated ranks set the environment
         raise _lonely_launch(operation)
     return _solo
@@ -64,11 +66,7 @@ def resolve(group: Any, operation: str) -> Engine:
 
 def _find(group: Any) -> Engine | None:
     found: Engine | None = _mpi().engine_of(group) if "mpi4py.MPI" in sys.modules else None
-    if found is None and THREAD.rank is not None:
-        found = _local().engine_of(group)
-    if found is None:
-        found = c10d.engine_of(group)
-    return found
+    return c10d.engine_of(group) if found is None else found
 
 
 @cache
@@ -77,14 +75,6 @@ def _mpi() -> ModuleType:
     from diffcoll.engines import mpi
 
     return mpi
-
-
-@cache
-def _local() -> ModuleType:
-    """Import the engine of simulated ranks, which takes a tenth of the time of `import diffcoll`."""
-    from diffcoll.engines.simulated import engine
-
-    return engine
 
 
 # ── compiled graphs refer to groups by name ──────────────────────────────────────────────────────────────
@@ -147,7 +137,7 @@ def engine_named(key: str) -> Engine:
 def _refuse_simulated() -> None:
     refuse_thread("a compiled collective")
     if THREAD.rank is not None:
-        raise RuntimeError(_local().NO_GRAPHS)
+        raise RuntimeError(NO_GRAPHS)
 
 
 def _lonely_launch(operation: str) -> RuntimeError:

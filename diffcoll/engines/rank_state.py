@@ -20,6 +20,11 @@ class _OfThread(threading.local):
 THREAD = _OfThread()
 #: While ranks are simulated: the threads that were there before, which are none of them.
 outsiders: set[threading.Thread] = set()
+#: A graph is compiled or traced for one rank, but simulated ranks share one cache of graphs.
+NO_GRAPHS = (
+    "torch.compile, export, make_fx and linearize do not work on simulated ranks, which share compiled and traced "
+    "graphs; call the function without them, or compile on processes (diffcoll.testing.spawn)"
+)
 
 
 class NotARankError(RuntimeError):

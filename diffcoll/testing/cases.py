@@ -66,11 +66,10 @@ class Case:
     @property
     def label(self) -> str:
         """The call, as a user writes it."""
-        given = {**self.arguments, **{key: "[…]" for key, value in self.per_rank.items() if value[0] != "auto"}}
-        given |= {key: value[0] for key, value in self.per_rank.items() if value[0] == "auto"}
-        words = ["x: 0-d"] if () in self.shapes else []
-        words += ["x: ties and zeros"] if self.few else []
-        return ", ".join(words + [f"{key}={value!r}".replace("'[…]'", "[…]") for key, value in given.items()])
+        shown = {name: repr(value) for name, value in self.arguments.items()}
+        shown |= {name: repr(of[0]) if of[0] == "auto" else "[…]" for name, of in self.per_rank.items()}
+        words = ["x: 0-d"] * (() in self.shapes) + ["x: ties and zeros"] * self.few
+        return ", ".join([*words, *(f"{name}={value}" for name, value in shown.items())])
 
     def call(self, x: Any, rank: int, group: Any = None) -> Tensor:
         """Make the call on one rank."""
@@ -127,24 +126,43 @@ class Measured:
     tangent: Tensor | None = None
 
 
+#: Makes calls, of one rank or of all ranks: xs → ys.
+Program = Callable[[list[Tensor]], list[Tensor]]
+
+
 def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None, orders: int = 2) -> Measured:
     """Run the program on this rank; all ranks run it. `call` replaces the collective by another implementation."""
-    x = case.x(rank, seed).requires_grad_()
-    y = (call or (lambda x: case.call(x, rank)))(x)
-    (found,) = _measured([(case, rank)], [x], [y], seed, orders)
-    return found
+    return _measured([(case, rank)], _program(case, rank, call), seed, orders)[0]
 
 
 def in_truth(case: Case, seed: int, orders: int = 2) -> list[Measured]:
     """Run the program with all ranks in one graph."""
-    xs = [case.x(r, seed).requires_grad_() for r in range(case.size)]
-    return _measured([(case, r) for r in range(case.size)], xs, case.truth(xs), seed, orders)
+    return _measured([(case, r) for r in range(case.size)], case.truth, seed, orders)
 
 
-def _measured(
-    each: Sequence[tuple[Case, int]], xs: list[Tensor], ys: list[Tensor], seed: int, orders: int
-) -> list[Measured]:
-    """Run the program on the ranks, and for the calls, in this graph."""
+def together_on_rank(table: Sequence[Case], rank: int, seed: int, program: Program) -> list[Measured]:
+    """Run the first order of the program for several calls, which `program` makes together, in one backward pass."""
+    return _measured([(case, rank) for case in table], program, seed, orders=1)
+
+
+def tangent_on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None) -> Measured:
+    """Run the call on this rank in forward mode; x has a different tangent on each rank."""
+    return _tangents([(case, rank)], _program(case, rank, call), seed)[0]
+
+
+def tangents_in_truth(case: Case, seed: int) -> list[Measured]:
+    """Run the call in forward mode with all ranks in one graph."""
+    return _tangents([(case, r) for r in range(case.size)], case.truth, seed)
+
+
+def _program(case: Case, rank: int, call: Callable[[Any], Tensor] | None) -> Program:
+    return lambda xs: [case.call(x, rank) if call is None else call(x) for x in xs]
+
+
+def _measured(each: Sequence[tuple[Case, int]], program: Program, seed: int, orders: int) -> list[Measured]:
+    """Run the program on these ranks' calls, in one graph."""
+    xs = [case.x(r, seed).requires_grad_() for case, r in each]
+    ys = program(xs)
     # The total depends on every x, and so does its gradient: torch.autograd.grad raises for an unused input.
     zero = torch.stack([0 * real_inner(x, x) for x in xs]).sum()
     losses = [real_inner(case.w(y, r, seed), y.sin()) for (case, r), y in zip(each, ys, strict=True)]
@@ -160,35 +178,12 @@ def _measured(
     return [Measured(*(t.detach() for t in (y, *gs))) for y, *gs in zip(ys, *found, strict=True)]
 
 
-def together_on_rank(
-    table: Sequence[Case], rank: int, seed: int, program: Callable[[list[Tensor]], list[Tensor]]
-) -> list[Measured]:
-    """Run the first order of the program for several calls, which `program` makes together, in one backward pass."""
-    xs = [case.x(rank, seed).requires_grad_() for case in table]
-    return _measured([(case, rank) for case in table], xs, program(xs), seed, orders=1)
-
-
-def tangent_on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None) -> Measured:
-    """Run the call on this rank in forward mode; x has a different tangent on each rank."""
+def _tangents(each: Sequence[tuple[Case, int]], program: Program, seed: int) -> list[Measured]:
     with forward_ad.dual_level():
-        x = _dual(case, rank, seed)
-        return _unpacked((call or (lambda x: case.call(x, rank)))(x))
-
-
-def tangents_in_truth(case: Case, seed: int) -> list[Measured]:
-    """Run the call in forward mode with all ranks in one graph."""
-    with forward_ad.dual_level():
-        return [_unpacked(y) for y in case.truth([_dual(case, r, seed) for r in range(case.size)])]
-
-
-def _dual(case: Case, rank: int, seed: int) -> Tensor:
-    x: Tensor = forward_ad.make_dual(case.x(rank, seed), case.x(rank, seed + 1))  # type: ignore[no-untyped-call]
-    return x
-
-
-def _unpacked(y: Tensor) -> Measured:
-    primal, tangent = forward_ad.unpack_dual(y)  # type: ignore[no-untyped-call]
-    return Measured(primal, tangent=torch.zeros_like(primal) if tangent is None else tangent)
+        duals: list[Any] = [(case.x(r, seed), case.x(r, seed + 1)) for case, r in each]
+        ys = program([forward_ad.make_dual(*dual) for dual in duals])  # type: ignore[no-untyped-call]
+        unpacked: list[Any] = [forward_ad.unpack_dual(y) for y in ys]  # type: ignore[no-untyped-call]
+    return [Measured(y, tangent=torch.zeros_like(y) if ty is None else ty) for y, ty in unpacked]
 
 
 def error(got: Tensor, expected: Tensor, scale: Sequence[Tensor]) -> float:
@@ -223,6 +218,7 @@ def table(n: int) -> list[Case]:
     cycle = [(r, (r + 1) % n) for r in range(n)]
     some = [0, *uneven[1:]]  # an empty block first
     matrix = [[(3 * r + 2 * s + 1) % 4 for s in range(n)] for r in range(n)]  # size of block r → s in all_to_all
+    received = [list(sizes) for sizes in zip(*matrix, strict=True)]
 
     def same(shape: Shape) -> tuple[Shape, ...]:
         return (shape,) * n
@@ -233,17 +229,8 @@ def table(n: int) -> list[Case]:
     def case(name: str, shapes: tuple[Shape, ...], few: bool = False, **arguments: Any) -> Case:
         return Case(name, shapes, arguments, few=few)
 
-    def exchange(sizes: Any) -> Case:
-        shapes = tuple((sum(row), 2) for row in matrix)
-        received = [[matrix[s][r] for s in range(n)] for r in range(n)]
-        per_rank = {"split_sizes": matrix, "concat_sizes": received if sizes is None else [sizes] * n}
-        return Case("all_to_all", shapes, {}, per_rank)
-
-    def moved() -> Case:
-        """Split along dim 1 into uneven blocks, concatenate uneven sizes along dim 0."""
-        shapes = tuple((size, sum(uneven)) for size in some)
-        per_rank = {"split_sizes": [uneven] * n, "concat_sizes": [some] * n}
-        return Case("all_to_all", shapes, {"split_dim": 1}, per_rank)
+    def exchange(shapes: tuple[Shape, ...], split_sizes: list[Any], concat_sizes: list[Any], **arguments: Any) -> Case:
+        return Case("all_to_all", shapes, arguments, {"split_sizes": split_sizes, "concat_sizes": concat_sizes})
 
     return [
         case("all_reduce", same((3, 4))),
@@ -274,9 +261,9 @@ def table(n: int) -> list[Case]:
         case("all_to_all", same((2 * n, 3))),
         case("all_to_all", same((3, 2 * n)), split_dim=1, concat_dim=0),
         case("all_to_all", same((3, 2 * n)), split_dim=1, concat_dim=0, async_op=True),
-        exchange(None),
-        exchange("auto"),
-        moved(),
+        exchange(along(0, [sum(row) for row in matrix]), matrix, received),
+        exchange(along(0, [sum(row) for row in matrix]), matrix, ["auto"] * n),
+        exchange(tuple((size, sum(uneven)) for size in some), [uneven] * n, [some] * n, split_dim=1),
         case("broadcast", same((2, 3))),
         case("broadcast", same((2, 3)), src=last),
         case("broadcast", same((2, 3)), src=last, async_op=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,36 +77,26 @@ class RanksFailedError(RuntimeError):
     @classmethod
     def of(cls, name: str, failures: dict[int, RankFailure | None], timeout: float) -> RanksFailedError:
         """Return the error of a call in which ranks failed: first the cause, then what happened on each rank."""
+        error = cls(name, failures)
         each = (f"── rank {r} of {len(failures)} ──\n{f.text if f else 'returned'}" for r, f in failures.items())
-        return cls("\n".join((f"{name}: {_cause(failures, timeout)}", *each)), failures)
+        error.args = ("\n".join((f"{name}: {error._cause(timeout)}", *each)),)
+        return error
 
     @property
     def first(self) -> RankFailure | None:
         """The failure that explains the others: not one that only says that another rank failed, if there is one."""
-        return _first(self.failures)
 
+        def late(failure: RankFailure) -> int:
+            return 2 if failure.type.endswith("CollectiveFailedError") else int(failure.kind == "died")
 
-def _first(failures: Mapping[int, RankFailure | None]) -> RankFailure | None:
-    def late(failure: RankFailure) -> int:
-        return 2 if failure.type.endswith("CollectiveFailedError") else int(failure.kind == "died")
+        return min((f for f in self.failures.values() if f and f.kind != "hung"), key=late, default=None)
 
-    return min((f for f in failures.values() if f and f.kind != "hung"), key=late, default=None)
-
-
-def _cause(failures: Mapping[int, RankFailure | None], timeout: float) -> str:
-    """Return the failure that explains the others, in one sentence that begins with what it is."""
-    first = _first(failures)
-    if first is None:
-        each = (f"  rank {r}: {f.summary if f else 'returned'}" for r, f in failures.items())
-        return "\n".join((f"no end after {timeout:g} s", *each))
-    alike = [
-        r for r, f in failures.items() if f and (f.kind, f.type, f.message) == (first.kind, first.type, first.message)
-    ]
-    where = f"rank{'s' * (len(alike) > 1)} {' and '.join(map(str, alike))} of {len(failures)}"
-    if first.kind != "raised":
-        return f"{where}: {first.summary}"
-    where = "every rank" if len(alike) == len(failures) > 1 else where
-    lines = {f.line for r, f in failures.items() if f and r in alike}
-    line = f", at {first.line}" if lines == {first.line} != {""} else ""
-    said = f": {first.message}" if first.message else ""
-    return f"{first.type.rpartition('.')[2]} on {where}{line}{said}"
+    def _cause(self, timeout: float) -> str:
+        """Return the failure that explains the others, on which ranks and where."""
+        first = self.first
+        if first is None:
+            each = (f"  rank {r}: {f.summary if f else 'returned'}" for r, f in self.failures.items())
+            return "\n".join((f"no end after {timeout:g} s", *each))
+        alike = [str(r) for r, f in self.failures.items() if f and f.summary == first.summary]
+        line = f", at {first.line}" if first.line else ""
+        return f"rank{'s' * (len(alike) > 1)} {' and '.join(alike)} of {len(self.failures)}{line}: {first.summary}"

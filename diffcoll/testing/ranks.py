@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Literal, TypeVar
 
 from diffcoll.core import expect
@@ -51,7 +51,10 @@ def ranks(*sizes: int, on: Literal["simulated", "gloo"] = "simulated") -> Callab
         @wraps(test)
         def on_ranks(*instance: Any, **arguments: Any) -> None:
             n = arguments.pop(_SIZE)
-            body = partial(_on_rank, test, instance)
+
+            def body(own: dict[str, Any]) -> None:
+                test(*instance, **own)
+
             if on == "simulated":
                 simulate(body, [deepcopy(arguments) for _ in range(n)])
             else:
@@ -65,7 +68,3 @@ def ranks(*sizes: int, on: Literal["simulated", "gloo"] = "simulated") -> Callab
         return marked
 
     return decorate
-
-
-def _on_rank(test: Callable[..., object], instance: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-    test(*instance, **arguments)

@@ -61,7 +61,8 @@ def simulate(fn: Callable[..., T], *per_rank: Sequence[Any], seed: int = 0) -> l
             collective and line at which each rank waits.
         RuntimeError: called on a simulated rank, within a transform of torch.func or `joint_backward`; or a thread that
             a rank has started calls a collective.
-        RuntimeError, ValueError: a rank uses a process group or a mesh that another rank has made.
+        RuntimeError, ValueError: a rank uses a process group that another rank has made, or what is another rank's in
+            a mesh that it has made.
         Exception: the first exception that fn raised on any rank.
     """
     results = run_ranks(fn, per_rank_arguments("simulate", per_rank), seed)

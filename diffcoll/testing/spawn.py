@@ -19,13 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import Self
 
 from diffcoll.core.check_mode import check_mode, set_in_environment
 from diffcoll.core.errors import message
@@ -86,7 +84,7 @@ def spawn(
             traceback, or the Python stack it hung in.
     """
     rows = per_rank_arguments("spawn", per_rank)
-    with Ranks(len(rows), backend) as ranks:
+    with contextlib.closing(Ranks(len(rows), backend)) as ranks:
         return ranks.call(fn, rows, seed=seed, timeout=timeout)
 
 
@@ -149,16 +147,6 @@ class Ranks:
         processes, self._processes = self._processes, []
         for process in processes:
             process.end()
-
-    def __enter__(self) -> Self:
-        """Return the ranks, which the end of the block closes."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
-        self.close()
 
 
 class Call(NamedTuple):

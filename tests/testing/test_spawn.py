@@ -227,7 +227,7 @@ def test_ranks_that_go_on_after_another_has_failed():
 
 
 def test_ranks_are_kept_until_a_call_fails():
-    with Ranks(2) as ranks:
+    with contextlib.closing(Ranks(2)) as ranks:
         one, other = (ranks.call(lambda r: (os.getpid(), dist.get_rank()), [(0,), (1,)]) for _ in range(2))
         assert one == other and [r for _, r in one] == [0, 1]
         for _ in range(2):

@@ -5,7 +5,7 @@ While ranks run, these private names of torch.distributed are replaced, and noth
 - `distributed_c10d._world`, the process's groups. Ranks are threads, so each thread sees its own. torch documents this
   variable as an extension point.
 - `distributed_c10d._new_process_group_helper`, which makes groups, of whatever backend a program names.
-- Methods of `DeviceMesh` that answer for one rank, and its constructor: they raise on another rank than its maker.
+- `DeviceMesh._coordinate_on_dim`, which is of the rank that made the mesh: it raises on another rank.
 - C++ finds groups by name. `_set_thread_isolation_mode` makes it keep one table of names for each thread.
 
 Compiled functions run uncompiled meanwhile: simulated ranks share one cache of graphs.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines.c10d import use
 from diffcoll.engines.devices import cuda_is_missing
-from diffcoll.engines.rank_state import THREAD, refuse_thread
-from diffcoll.engines.simulated.engine import NO_GRAPHS, engine_of
+from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, refuse_thread
+from diffcoll.engines.simulated.engine import LocalEngine
 from diffcoll.engines.simulated.group import SimulatedGroup
 from diffcoll.engines.simulated.world import LocalGroup
 
-_MAKER = "_diffcoll_maker"
 _c = torch._C._distributed_c10d
 # DTensor enters FakeTensorMode, which sets a guard of devices in builds for CUDA without a GPU. In torch 2.11 the guard
 # dies with the thread that has set it, and the next one to set it crashes: so this thread sets it, before any rank.
@@ -47,6 +46,7 @@ def with_groups(fn: Callable[[], Any]) -> Any:
     """Call fn with torch.distributed set up for the rank that this thread is."""
     me = THREAD.rank
     me.c10d_groups = Groups()
+    me.c10d_groups.group_count = me.world.serial  # meshes find groups by name; those of another world find none
     dist.init_process_group("gloo", store=me.world.store, rank=me.number, world_size=me.world.size)
     try:
         return fn()
@@ -98,9 +98,7 @@ def _make_group(real: Callable[..., Any], *args: Any, **more: Any) -> Any:
     _, _, ranks, _, store, name = args
     if ranks and me.number not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None
-    # The default group is the same group for torch.distributed as for diffcoll.
-    engine = engine_of(LocalGroup(tuple(ranks), (name,)) if ranks else None)
-    assert engine is not None
+    engine = LocalEngine(LocalGroup(tuple(ranks or range(me.world.size)), (name,)))
     group = SimulatedGroup(engine, name)
     use(group, engine)
     groups, tag = me.c10d_groups, more.get("pg_tag")
@@ -128,14 +126,13 @@ def installed() -> Iterator[None]:
         for name in ("_backend", "_default_pg_init_method"):
             _replace(undo, c10d, name, getattr(c10d, name))
         _replace(undo, c10d, "_new_process_group_helper", partial(_make_group, c10d._new_process_group_helper))
-        for name in ("get_coordinate", "get_local_rank", "get_group", "__getitem__"):
-            _replace(undo, DeviceMesh, name, _of_maker(getattr(DeviceMesh, name)))
-        _replace(undo, DeviceMesh, "__init__", _made(DeviceMesh.__init__))
         _replace(undo, c10d, "_world", _GroupsOfThread(c10d._world))
         _c._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
         undo.callback(_c._set_thread_isolation_mode, False)  # type: ignore[attr-defined]
         if "torch._dynamo" in sys.modules:  # else nothing has been compiled, and its import takes seconds
             undo.enter_context(torch.compiler.set_stance("force_eager"))
+        DeviceMesh._coordinate_on_dim = property(_coordinate, _set_coordinate)  # type: ignore[assignment]
+        undo.callback(delattr, DeviceMesh, "_coordinate_on_dim")
         yield
 
 
@@ -144,33 +141,15 @@ def _replace(undo: ExitStack, where: Any, name: str, by: object) -> None:
     setattr(where, name, by)
 
 
-def _made(real: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of meshes, which records the rank."""
-
-    @wraps(real)
-    def init(mesh: Any, *args: Any, **more: Any) -> None:
-        mesh.__dict__[_MAKER] = _who()
-        real(mesh, *args, **more)
-
-    return init
-
-
-def _of_maker(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of meshes that raises on another rank than the maker, which the answer would be of."""
-
-    @wraps(real)
-    def method(mesh: Any, *args: Any, **more: Any) -> Any:
-        if (maker := mesh.__dict__.get(_MAKER)) is not None and maker != _who():
-            raise RuntimeError(
-                f"{real.__qualname__}: got a DeviceMesh that simulated rank {maker[1]} has made, on another rank; make "
-                "meshes on every rank, and do not keep them in globals or caches, which simulated ranks share; a "
-                "program that keeps them runs on processes (diffcoll.testing.spawn)"
-            )
-        return real(mesh, *args, **more)
-
-    return method
+def _coordinate(mesh: Any) -> Any:
+    if mesh._rank != dist.get_rank():
+        raise RuntimeError(
+            f"got a DeviceMesh that simulated rank {mesh._rank} has made, on another rank; make meshes on every rank, "
+            "and do not keep them in globals or caches, which simulated ranks share; a program that keeps them runs on "
+            "processes (diffcoll.testing.spawn)"
+        )
+    return mesh.__dict__["_coordinate_on_dim"]
 
 
-def _who() -> tuple[int, int] | None:
-    """Return the simulation and the rank that this thread is; None: no rank."""
-    return THREAD.rank and (THREAD.rank.world.serial, THREAD.rank.number)
+def _set_coordinate(mesh: Any, coordinate: Any) -> None:
+    mesh.__dict__["_coordinate_on_dim"] = coordinate

@@ -6,6 +6,7 @@ In a joint graph a meeting is a whole collective, combined by a function that `d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -15,25 +16,30 @@ from typing_extensions import override
 from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.engines.engine import Blocks, Engine, Wait, add_up
-from diffcoll.engines.rank_state import THREAD
-from diffcoll.engines.simulated.world import Entry, LocalGroup, World
+from diffcoll.engines.rank_state import NO_GRAPHS, THREAD
+from diffcoll.engines.simulated.world import Entry, LocalGroup, Rank, World
 
-#: A graph is compiled or traced for one rank, but simulated ranks share one cache of graphs.
-NO_GRAPHS = (
-    "torch.compile, export, make_fx and linearize do not work on simulated ranks, which share compiled and traced "
-    "graphs; call the function without them, or compile on processes (diffcoll.testing.spawn)"
-)
+#: The reductions of torch.distributed besides sums and means.
+_FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
 
 
 class LocalEngine(Engine):
-    """A group of simulated ranks."""
+    """A group of simulated ranks, seen by the one whose thread makes this."""
 
-    def __init__(self, world: World, group: LocalGroup, rank: int) -> None:
-        super().__init__(rank=group.ranks.index(rank), size=len(group.ranks))
-        self.world = world
+    def __init__(self, group: LocalGroup) -> None:
+        self.me: Rank = THREAD.rank
+        super().__init__(rank=group.ranks.index(self.me.number), size=len(group.ranks))
+        self.world: World = self.me.world
         self.group = group
         self.description = f"a simulated group of {self.size} ranks"
-        self.in_one_graph = world.truth is not None
+        self.in_one_graph = self.world.truth is not None
         self._meetings = 0  # how many this rank has joined
         self._twins = 0
 
@@ -45,86 +51,84 @@ class LocalEngine(Engine):
     @override
     def twin(self) -> LocalEngine:
         self._twins += 1
-        twin = LocalGroup(self.group.ranks, (*self.group.key, self._twins))
-        return LocalEngine(self.world, twin, self.group.ranks[self.rank])
+        return LocalEngine(LocalGroup(self.group.ranks, (*self.group.key, self._twins)))
 
     @override
     def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
         if x is not y:
             y.copy_(x)
-        return self.meet(self.now.name, self.now.detail or "a sum", y, _sum)
+        ys = [y] * self.size
+        return self._exchange("a sum", (ys, ys), "SUM")  # computed once, for all ranks
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
-        return self.meet(self.now.name, self.now.detail or "blocks", (sends, recvs), deliver)
+        return self._exchange("blocks", (sends, recvs))
+
+    def _exchange(self, primitive: str, blocks: tuple[Blocks, Blocks], op: str = "") -> Wait:
+        return self.meet(self.now.name, self.now.detail or primitive, [blocks], partial(deliver, op))
 
     @override
     def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
-        truth = self.world.truth
-        assert truth is not None
-        if isinstance(x, torch.Tensor) and is_traced(x):
+        if isinstance(x, Tensor) and is_traced(x):
             raise RuntimeError(f"{name}: {NO_GRAPHS}")
+        truth = self.world.truth
 
         def combine(payloads: list[Any]) -> list[Any]:
+            assert truth is not None
             return truth(name, *map(list, zip(*payloads, strict=True)))
 
-        return self.meet(name, None, (x, arguments, facts), combine)()
+        return self.meet(name, facts, (x, arguments), combine)()
 
     def meet(self, what: str, how: object, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
         """Join the group's next meeting; return what waits for this rank's result."""
         self._meetings += 1
         entry = Entry(what, how, payload, self.now.origin)
-        return self.world.meet(self.group, self._meetings, entry, combine)
+        return self.world.meet(self.me, self.group, self._meetings, entry, combine)
 
 
-def _sum(ys: Sequence[Tensor]) -> list[None]:
-    """Replace each tensor by the sum of all, computed once, in the order of ranks."""
-    for s, y in enumerate(ys):
-        _expect_like(0, ys[0], s, y)
+def deliver(op: str, ranks: Sequence[Sequence[tuple[Blocks, Blocks]]]) -> list[None]:
+    """Write what every rank sends to where its receiver expects it, in one exchange after the other.
+
+    With `op` all that a rank receives is reduced, in the order of ranks, to one output.
+    """
     with torch.inference_mode():  # tensors of a rank in inference mode can be written in that mode only
-        add_up(ys, total := torch.empty_like(ys[0]))
-        for y in ys:
-            y.copy_(total)
-    return [None] * len(ys)
-
-
-def deliver(ranks: Sequence[tuple[Blocks, Blocks]]) -> list[None]:
-    """Write every block that a rank sends to where its receiver expects it; raise if one is not like the other."""
-    with torch.inference_mode():
-        for r, (_, recvs) in enumerate(ranks):
-            for s, into in enumerate(recvs):
-                block = ranks[s][0][r]
-                if block is into:  # None, or a rank's own block, in its place
-                    continue
-                _expect_like(r, into, s, block)
-                if into is not None and block is not None:
-                    into.copy_(block)
+        for exchanges in zip(*ranks, strict=True):
+            reduced: dict[tuple[int, ...], Tensor] = {}  # by what is sent: once for all ranks that receive the same
+            received = zip(*(sends for sends, _ in exchanges), strict=True)
+            for r, ((_, recvs), blocks) in enumerate(zip(exchanges, received, strict=True)):
+                if op and recvs[0] is not None:
+                    sent = tuple(map(id, blocks))
+                    if sent not in reduced:
+                        reduced[sent] = _reduced(op, [expect_like(r, recvs[0], s, x) for s, x in enumerate(blocks)])
+                    recvs, blocks = recvs[:1], (reduced[sent],)
+                for s, (into, block) in enumerate(zip(recvs, blocks, strict=True)):
+                    expect_like(r, into, s, block)
+                    if into is not None and block is not None:
+                        into.copy_(block.view(into.shape))
     return [None] * len(ranks)
 
 
-def _expect_like(r: int, into: Tensor | None, s: int, block: Tensor | None) -> None:
-    """Raise if rank r expects another block from rank s than that one sends; an empty one need not be sent."""
+def expect_like(r: int, into: Tensor | None, s: int, block: Tensor | None) -> Any:
+    """Return the block that rank r gets from rank s; raise if it expects another one.
+
+    An empty block need not be sent, and one in 1-d stands for any shape.
+    """
     if into is None or block is None:
         fits = not any(b is not None and b.numel() for b in (into, block))
     else:
-        fits = (into.shape, into.dtype) == (block.shape, block.dtype)
+        fits = into.dtype == block.dtype and block.shape in (into.shape, (into.numel(),))
     if not fits:
-        raise unlike(r, into, s, block)
+        expected, sent = ("nothing" if b is None else f"{b.dtype} {tuple(b.shape)}" for b in (into, block))
+        raise CollectiveMismatchError(f"rank {r} expects {expected} from rank {s}, which sends {sent}")
+    return block
 
 
-def unlike(r: int, into: Tensor | None, s: int, block: Tensor | None) -> CollectiveMismatchError:
-    """Return the error if rank r expects another block from rank s than that one sends."""
-    expected, sent = ("nothing" if b is None else f"{b.dtype} {tuple(b.shape)}" for b in (into, block))
-    return CollectiveMismatchError(f"rank {r} expects {expected} from rank {s}, which sends {sent}")
-
-
-def engine_of(group: object) -> LocalEngine | None:
-    """Return this rank's engine for a `LocalGroup`; for None, that of its whole world."""
-    me = THREAD.rank
-    handle = me.world.group if group is None else group
-    if not isinstance(handle, LocalGroup):
-        return None
-    engine: LocalEngine | None = me.engines.get(handle)
-    if engine is None:
-        engine = me.engines[handle] = LocalEngine(me.world, handle, me.number)
-    return engine
+def _reduced(op: str, blocks: Sequence[Tensor]) -> Tensor:
+    """Return the reduction of blocks; means of whole numbers are truncated, as on NCCL."""
+    if op not in ("SUM", "AVG"):
+        return reduce(_FOLDS[op], blocks)
+    add_up(blocks, total := torch.empty_like(blocks[0]))
+    if op == "SUM":
+        return total
+    fractional = total.is_floating_point() or total.is_complex()
+    return total.div(len(blocks), rounding_mode=None if fractional else "trunc")

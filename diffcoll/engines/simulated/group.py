@@ -10,11 +10,9 @@ outputs of all.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,42 +20,27 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from diffcoll.core.errors import CollectiveMismatchError, message, user_line
 from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.core.torch_private.transforms import is_transformed
-from diffcoll.engines.engine import Blocks, Wait
-from diffcoll.engines.rank_state import THREAD
-from diffcoll.engines.simulated.engine import NO_GRAPHS, LocalEngine, unlike
+from diffcoll.engines.engine import Blocks
+from diffcoll.engines.simulated.engine import LocalEngine, deliver, expect_like
+from diffcoll.engines.simulated.world import Entry, Meeting, expect_thread_of
 
 Tensors = list[Tensor]
-
-_FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
 
 
 class SimulatedWork(dist.Work):
     """What `async_op=True`, isend and irecv return."""
 
-    def __init__(self, wait: Wait, outputs: Tensors, source: int | None = None) -> None:
+    def __init__(self, wait: Callable[[], Any], outputs: Tensors) -> None:
         super().__init__()
-        self._wait: Wait | None = wait
+        self._wait = wait
         self._outputs = outputs
-        self.source = source
 
     @override
     def wait(self, timeout: object = None) -> bool:
         """Return when the outputs are there; on simulated ranks there are no timeouts."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        self._wait()
         return True
 
     # A rank that polls would never let another rank run, so a poll waits.
@@ -76,23 +59,19 @@ class SimulatedWork(dist.Work):
         return future
 
     @override
-    def source_rank(self) -> int | None:
-        return self.source
+    def source_rank(self) -> int:
+        return int(self._wait())
 
     _source_rank = source_rank
 
 
-@dataclass(eq=False)
-class Message:
+class Message(NamedTuple):
     """A send or a receive that waits for its counterpart."""
 
-    what: str
     sends: bool
     source: int | None  # None: any rank
     tag: int
-    x: Tensor
-    work: SimulatedWork
-    finish: Callable[[], None]
+    meeting: Meeting
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -107,17 +86,11 @@ class SimulatedGroup(dist.ProcessGroup):
         super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
         self._engine = engine
         self._name = name
-        self._owner = THREAD.rank
 
     @property
     def engine(self) -> LocalEngine:
-        """This rank's engine; raises on other ranks."""
-        if THREAD.rank is not self._owner:
-            raise RuntimeError(
-                f"got a process group that simulated rank {self._engine.group.ranks[self._engine.rank]} has made, on "
-                "another rank; make groups on every rank, and do not keep them in globals or caches, which simulated "
-                "ranks share; a program that keeps them runs on processes (diffcoll.testing.spawn)"
-            )
+        """The engine of the rank that has made this; raises on other ranks."""
+        expect_thread_of(self._engine.me)
         return self._engine
 
     # ── what torch asks a group ──────────────────────────────────────────────────────────────────────────
@@ -125,6 +98,9 @@ class SimulatedGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         return self._name
+
+    def rank(self) -> int:
+        return self.engine.rank
 
     def getGroupName(self) -> str:
         return self._name
@@ -147,22 +123,12 @@ class SimulatedGroup(dist.ProcessGroup):
 
         With `op` what a rank receives is all to be written to one output, reduced.
         """
-        n = self._engine.size
-        if any(len(blocks) != n for blocks in (*sends, *recvs)):
-            raise ValueError(
-                message(f"torch.distributed.{name}", "tensors", "another number", f"one for each of {n} ranks")
-            )
         if self._engine.in_one_graph and any(x is not None and x.requires_grad for blocks in sends for x in blocks):
             raise RuntimeError(f"torch.distributed.{name}: has no gradient in the graph of all ranks; use diffcoll's")
-        outputs = list({id(y): y for blocks in recvs for y in blocks if y is not None}.values())
-        for y in outputs:
-            if torch.is_grad_enabled() and y.requires_grad:
-                warn = partial(_warn, f"torch.distributed.{name}, called at {user_line()},")
-                y.register_hook(warn)  # type: ignore[no-untyped-call]
         into = [[y if y is None else plain(y) for y in blocks] for blocks in recvs]
         payload = list(zip(map(_copies, sends), into, strict=True))
-        wait = self.engine.meet(f"torch.distributed.{name}", (op, how, len(payload)), payload, partial(_deliver, op))
-        return SimulatedWork(wait, outputs)
+        wait = self.engine.meet(f"torch.distributed.{name}", (op, how, len(payload)), payload, partial(deliver, op))
+        return SimulatedWork(wait, list({id(y): y for blocks in recvs for y in blocks if y is not None}.values()))
 
     def _everybody(self, x: Tensor | None) -> Blocks:
         return [x] * self._engine.size
@@ -177,7 +143,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None, name: str = "all_reduce") -> SimulatedWork:
         blocks = [self._everybody(x) for x in tensors]
-        return self._exchange(name, "", blocks, blocks, _reduction(name, opts))
+        return self._exchange(name, "", blocks, blocks, _op(opts))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
         return self.allreduce(tensors, opts, "all_reduce_coalesced")
@@ -186,7 +152,7 @@ class SimulatedGroup(dist.ProcessGroup):
         root = opts.rootRank
         recvs = [self._everybody(x if self._engine.rank == root else None) for x in tensors]
         sends = [self._only(root, x) for x in tensors]
-        return self._exchange("reduce", f"to rank {root}", sends, recvs, _reduction("reduce", opts))
+        return self._exchange("reduce", f"to rank {root}", sends, recvs, _op(opts))
 
     def allgather(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None, name: str = "all_gather"
@@ -223,7 +189,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None, name: str = "reduce_scatter"
     ) -> SimulatedWork:
-        return self._exchange(name, "", inputs, [self._everybody(y) for y in outputs], _reduction(name, opts))
+        return self._exchange(name, "", inputs, [self._everybody(y) for y in outputs], _op(opts))
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = "reduce_scatter_tensor"
@@ -289,111 +255,54 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> SimulatedWork:
         """Deliver a message whose counterpart waits for it, or let it wait."""
         (x,) = map(plain, tensors)
-        what = f"torch.distributed.{what}{f', tag {tag}' if tag else ''}"
-        finish, wait = self.engine.world.suspend(what)
-        mine = Message(f"{what} at {user_line()}", sends, source, tag, x, SimulatedWork(wait, [x], source), finish)
-        waiting = self._engine.world.mailboxes[self._engine.group, destination]
+        engine, world = self.engine, self._engine.world
+        entry = Entry(f"torch.distributed.{what}{f', tag {tag}' if tag else ''}", None, x, None)
+        waiting = world.mailboxes[engine.group, destination]
         for other in waiting:
-            known = {mine.source, other.source} - {None}
+            known = {source, other.source} - {None}
             if (other.sends, other.tag) == (not sends, tag) and len(known) == 1:
+                meeting, (sender,) = other.meeting, known
                 waiting.remove(other)
-                sent, expected = (mine, other) if sends else (other, mine)
-                _hand_over(sent, expected, destination)
-                return mine.work
-        waiting.append(mine)
-        return mine.work
+                meeting.entries[engine.me.number] = entry
+                pair = [engine.group.ranks[r] for r in (sender, destination)]
+                world.complete(meeting, pair, partial(_receive, sender, destination))
+                break
+        else:
+            meeting = Meeting({engine.me.number: entry})
+            waiting.append(Message(sends, source, tag, meeting))
+        return SimulatedWork(partial(world.wait, engine.me, meeting), [x])
 
 
-def _hand_over(sent: Message, expected: Message, destination: int) -> None:
-    """Move a message to its receiver, and let both sides go on."""
-    source = sent.source
-    assert source is not None
-    try:
-        _expect_fits(destination, expected.x, source, sent.x)
-    except CollectiveMismatchError as error:
-        lines = f"  rank {source} is in {sent.what}\n  rank {destination} is in {expected.what}"
-        raise CollectiveMismatchError(f"simulated ranks cannot go on: {error}\n{lines}") from None
+def _receive(source: int, destination: int, xs: Tensors) -> list[int]:
+    """Write a message to where its receiver expects it; the result of both is the source."""
+    sent, into = xs
+    expect_like(destination, into, source, sent.reshape(-1))
     with torch.inference_mode():
-        expected.x.copy_(sent.x.reshape(expected.x.shape))
-    expected.work.source = source
-    sent.finish()
-    expected.finish()
+        into.copy_(sent.reshape(into.shape))
+    return [source, source]
 
 
 # ── tensors of torch.distributed's calls ─────────────────────────────────────────────────────────────────
 
 
 def plain(x: Tensor) -> Tensor:
-    """Return a tensor with memory; raise if a transform or tracer watches it."""
+    """Return a tensor with memory; raise if it is one of a transform or a tracer."""
     if hasattr(x, "trigger_wait"):  # the result of a functional collective
         x = x.trigger_wait()
-    if is_transformed(x):
+    if is_transformed(x) or is_traced(x):
         raise RuntimeError(
-            "torch.distributed: called within a transform of torch.func, which it does not support; use diffcoll's "
-            "collectives"
+            "torch.distributed: got a tensor of a torch.func transform or a tracer, expected one with memory; call it "
+            "outside of these, or use diffcoll's collectives in torch.func"
         )
-    if is_traced(x):
-        raise RuntimeError(f"torch.distributed: {NO_GRAPHS}")
     return x.detach()
 
 
 def _copies(blocks: Blocks) -> Blocks:
-    """Return copies of blocks, one for those that are the same tensor."""
-    copies = {id(x): plain(x).clone(memory_format=torch.contiguous_format) for x in blocks if x is not None}
+    """Return copies of blocks in 1-d, one for those that are the same tensor."""
+    copies = {id(x): plain(x).clone(memory_format=torch.contiguous_format).view(-1) for x in blocks if x is not None}
     return [None if x is None else copies[id(x)] for x in blocks]
 
 
-def _deliver(op: str, ranks: Sequence[Sequence[tuple[Blocks, Blocks]]]) -> list[None]:
-    """Write what every rank sends to where its receiver expects it, with `op` reduced over its senders."""
-    with torch.inference_mode():  # outputs of a rank in inference mode can be written in that mode only
-        for calls in zip(*ranks, strict=True):
-            reduced: dict[tuple[int, ...], Tensor] = {}  # once for all ranks that receive the same tensors
-            for r, (_, recvs) in enumerate(calls):
-                blocks = [sends[r] for sends, _ in calls]
-                for s, (into, block) in enumerate(zip(recvs, blocks, strict=True)):
-                    _expect_fits(r, into, s, block)
-                if op and recvs[0] is not None:
-                    key = tuple(map(id, blocks))
-                    if key not in reduced:
-                        reduced[key] = _reduced(op, blocks)
-                    recvs, blocks = recvs[:1], [reduced[key]]
-                for into, block in zip(recvs, blocks, strict=True):
-                    if into is not None and block is not None:
-                        into.copy_(block.view(into.shape))
-    return [None] * len(ranks)
-
-
-def _expect_fits(r: int, into: Tensor | None, s: int, block: Tensor | None) -> None:
-    facts = [None if x is None else (x.numel(), x.dtype) for x in (into, block)]
-    if facts[0] != facts[1]:
-        raise unlike(r, into, s, block)
-
-
-def _reduced(op: str, blocks: Sequence[Any]) -> Tensor:
-    """Return the reduction of blocks, in the order of ranks; whole numbers are truncated, as on NCCL."""
-    total: Tensor = reduce(_FOLDS[op], blocks)
-    if op != "AVG":
-        return total
-    fractional = total.is_floating_point() or total.is_complex()
-    return total.div(len(blocks), rounding_mode=None if fractional else "trunc")
-
-
-def _reduction(name: str, opts: Any) -> str:
+def _op(opts: Any) -> str:
     chosen: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    op = str(getattr(chosen, "op", chosen).name)
-    if op not in _FOLDS:
-        raise ValueError(message(f"torch.distributed.{name}", "op", op, f"one of {', '.join(_FOLDS)}"))
-    return op
-
-
-class LostGradientWarning(UserWarning):
-    """A backward passes a gradient on through values that a collective has replaced; torch warns on processes, too."""
-
-
-def _warn(call: str, _: Tensor) -> None:
-    warnings.warn(
-        f"{call} has replaced the values of a tensor of an autograd graph, and backward passes its gradient on as "
-        "if it had not; diffcoll's collectives have gradients, see notes/why/law.md",
-        LostGradientWarning,
-        stacklevel=2,
-    )
+    return str(getattr(chosen, "op", chosen).name)

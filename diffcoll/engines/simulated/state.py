@@ -1,6 +1,6 @@
 """What the process has one of, and each simulated rank for itself: a rank saves it when it gives way to another one.
 
-That is random numbers, the variables of a launcher, warnings, output streams, and the level of forward mode.
+That is random numbers, the default dtype, the variables of a launcher, warnings, output streams and forward mode.
 """
 
 from __future__ import annotations
@@ -20,9 +20,18 @@ from torch.autograd import forward_ad
 from diffcoll.engines.rank_state import launched_as
 
 _VARIABLES = tuple(launched_as(0, 1))
-#: A rank may be in `warnings.catch_warnings`, or have redirected its output, when it gives way.
-_WARNINGS = ("filters", "showwarning", "_showwarnmsg_impl")
-_STREAMS = ("stdout", "stderr", "excepthook")
+#: A rank may be in `warnings.catch_warnings` or in forward mode, or have redirected its output, when it gives way.
+_ATTRIBUTES = [
+    (module, name)
+    for module, names in (
+        (warnings, ("filters", "showwarning", "_showwarnmsg_impl")),
+        (sys, ("stdout", "stderr", "excepthook")),
+        (forward_ad, ("_current_level",)),
+        (eager_transforms, ("JVP_NESTING",)),
+    )
+    for name in names
+    if hasattr(module, name)
+]
 
 
 class State:
@@ -35,9 +44,7 @@ class State:
         self._devices = [generator.get_state() for generator in _device_generators()]
         self._dtype = torch.get_default_dtype()
         self._variables = {name: os.environ.get(name) for name in _VARIABLES}
-        self._warnings = [getattr(warnings, name, None) for name in _WARNINGS]
-        self._streams = [getattr(sys, name) for name in _STREAMS]
-        self._forward_mode = _forward_mode()
+        self._attributes = [getattr(module, name) for module, name in _ATTRIBUTES]
 
     def restore(self, stream: int | None = None) -> None:
         """Make it the process's again; `stream` seeds generators of an accelerator that was not in use."""
@@ -56,15 +63,12 @@ class State:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        own = list(zip(_WARNINGS, self._warnings, strict=True))
-        if any(getattr(warnings, name, None) is not value for name, value in own):
-            for name, value in own:
-                setattr(warnings, name, value)
+        filters = warnings.filters
+        for (module, name), value in zip(_ATTRIBUTES, self._attributes, strict=True):
+            setattr(module, name, value)
+        if warnings.filters is not filters:
             with warnings.catch_warnings():  # clears what the warnings module has cached of other filters
                 pass
-        for name, stream_or_hook in zip(_STREAMS, self._streams, strict=True):
-            setattr(sys, name, stream_or_hook)
-        _set_forward_mode(self._forward_mode)
 
 
 def _device_generators() -> Sequence[Any]:
@@ -75,25 +79,14 @@ def _device_generators() -> Sequence[Any]:
     return getattr(module, "default_generators", ()) if in_use else ()
 
 
-# ── forward mode ─────────────────────────────────────────────────────────────────────────────────────────
-#
-# It has one level, kept in globals of the process, not of the thread. So the globals are part of a rank's state; the
-# first rank enters the level and the last one exits it.
-
-
-def _forward_mode() -> tuple[int, int]:
-    """Return the current level of forward mode and the nesting depth of torch.func.jvp."""
-    return forward_ad._current_level, eager_transforms.JVP_NESTING
-
-
-def _set_forward_mode(state: tuple[int, int]) -> None:
-    forward_ad._current_level, eager_transforms.JVP_NESTING = state
-
-
 @contextlib.contextmanager
 def shared_forward_mode() -> Iterator[None]:
-    """Let threads of which one runs at a time be in forward mode at the same time."""
-    if _forward_mode() != (-1, 0):
+    """Let threads of which one runs at a time be in forward mode at the same time.
+
+    It has one level, kept in globals of the process, not of the thread: a part of a rank's state. The first rank enters
+    the level, and the last one exits it.
+    """
+    if forward_ad._current_level >= 0:
         raise RuntimeError("simulate: called within forward mode, expected a call outside of it; enter it in fn")
     enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
     inside = 0
@@ -118,4 +111,3 @@ def shared_forward_mode() -> Iterator[None]:
         yield
     finally:
         forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter, leave
-        _set_forward_mode((-1, 0))

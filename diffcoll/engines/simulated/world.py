@@ -1,6 +1,6 @@
 """The scheduler of simulated ranks: threads of one process, of which one runs at a time.
 
-A rank runs until it waits for another rank, and then releases the lock of the next rank that can run. So a run is
+A rank runs until it waits for another rank, and then gives the turn to the next rank that can run. So a run is
 deterministic, each hand-over wakes one thread only, and a deadlock is detected at once: no rank can run.
 
 A *meeting* is one communication of all ranks of a group. Each rank adds an entry, and the last one combines all entries
@@ -27,12 +27,13 @@ from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, Origin, messag
 from diffcoll.engines.rank_state import THREAD, NotARankError, launched_as, outsiders, seed_rank
 from diffcoll.engines.simulated.state import State, shared_forward_mode
 
-#: (name of the collective, each rank's tensor, arguments and facts, see `Engine.run_truth`) → each rank's result.
-Truth = Callable[[str, list[Any], list[dict[str, Any]], list[tuple[object, object]]], list[Any]]
+#: (name of the collective, each rank's tensor, each rank's arguments) → each rank's result.
+Truth = Callable[[str, list[Any], list[dict[str, Any]]], list[Any]]
 
 #: Held while ranks run: random numbers and the environment are the process's.
 _one_world = threading.Lock()
-_serials = count()
+#: Numbers of worlds, far enough apart for the names of groups to be counted from them.
+_serials = count(step=10**6)
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class LocalGroup:
     """Some ranks of a simulated world, in order."""
 
     ranks: tuple[int, ...]
-    #: Tells groups of the same ranks apart: the name, if torch.distributed made it, and the numbers of twins.
-    key: tuple[str | int, ...] = ()
+    #: Tells groups of the same ranks apart: the name of torch.distributed, and the numbers of twins.
+    key: tuple[str | int, ...]
 
 
 @dataclass(eq=False, repr=False)
@@ -80,19 +81,17 @@ class _Stopped(BaseException):
 class Rank(threading.Thread):
     """One simulated rank: a thread that runs when it has its turn."""
 
-    def __init__(self, world: World, number: int, body: Callable[[], Any]) -> None:
+    def __init__(self, world: World, number: int, body: Callable[[], None]) -> None:
         super().__init__(name=f"rank {number}", daemon=True)
-        self.turn = _closed_lock()
+        self.turn = threading.Semaphore(0)
         self.world = world
         self.number = number
         self.body = body
-        self.engines: dict[LocalGroup, Any] = {}
         self.default_group: object = None
         self.c10d_groups: Any = None  # its groups of torch.distributed
         self.check_mode: Any = None  # see `core.check_mode`
         self.waits_for: Meeting | None = None
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
-        self.result: Any = None
 
     def run(self) -> None:
         """Run the body when it is this rank's turn."""
@@ -111,11 +110,14 @@ class Rank(threading.Thread):
         try:
             # Else the backward of an accelerator's tensors runs in a thread of autograd's, which is no rank.
             with torch.autograd.set_multithreading_enabled(False):
-                self.result = self.body()
+                self.body()
             self.outcome = "returned"
         except BaseException as error:
             self.outcome = f"raised {type(error).__name__}"
             world.failures.append((self.number, error))
+        finally:  # graphs refer to engines, and these to the rank, which must not refer to tensors
+            self.default_group = self.c10d_groups = None
+            del self.body
 
 
 class World:
@@ -123,17 +125,16 @@ class World:
 
     def __init__(self, size: int, seed: int = 0, truth: Truth | None = None) -> None:
         self.size = size
-        self.serial = next(_serials)  # tells worlds apart
+        self.serial = next(_serials)
         self.seed = seed
         self.truth = truth
-        self.group = LocalGroup(tuple(range(size)))  # all ranks
         # Of an operation of a rank; a thread pool for each rank would take as many threads as ranks times cores.
         self.threads = max(1, torch.get_num_threads() // size)
         self.stopped = False  # by Ctrl-C
         self.failures: list[tuple[int, BaseException]] = []
         self._ranks: list[Rank] = []
         self._ready: deque[Rank] = deque()
-        self._over = _closed_lock()
+        self._over = threading.Semaphore(0)
         self._meetings: dict[tuple[LocalGroup, int], Meeting] = {}
         #: For torch.distributed: the store, and by group and receiver the messages that wait for their counterpart.
         # Programs of several processes may wait for a key that another rank sets later; here that rank would not run.
@@ -144,16 +145,31 @@ class World:
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank. Returns their results in the order of ranks, or raises the first error."""
         self.before, threads = State(), torch.get_num_threads()
+        results: list[Any] = [None] * self.size
+
+        def keep(number: int) -> None:
+            results[number] = bodies[number]()
+
+        ranks = self._ranks = [Rank(self, number, partial(keep, number)) for number in range(self.size)]
+        self._ready.extend(ranks)
         outsiders.update(threading.enumerate())
         try:
             with shared_forward_mode():
-                self._run(bodies)
+                for rank in ranks:
+                    rank.start()
+                self.next()
+                while not self._over.acquire(timeout=0.2):
+                    pass  # a Ctrl-C that another thread of the process has received wakes nobody
+        except BaseException:  # the ranks that wait end now, and the one that runs at its next collective
+            self.stopped = True
+            for rank in ranks:
+                rank.turn.release()
+            raise
         finally:
             self.before.restore()
             torch.set_num_threads(threads)  # is a default of the process, too
             outsiders.clear()
-            self._meetings.clear()  # those called off refer to tensors, whose graph refers to the world
-        ranks, self._ranks = self._ranks, []  # results may refer to the world, which must not refer to them
+            self._meetings.clear()  # graphs refer to the world, too
         for rank in ranks:
             rank.join()
         if self.failures:
@@ -162,102 +178,65 @@ class World:
                 others = [f"; rank {r.number} {r.outcome}" for r in ranks if r.number != number]
                 error.add_note(f"raised on simulated rank {number} of {self.size}{''.join(others[:8])}")
             raise error
-        return [rank.result for rank in ranks]
-
-    def _run(self, bodies: Sequence[Callable[[], Any]]) -> None:
-        self._ranks += [Rank(self, number, body) for number, body in enumerate(bodies)]
-        self._ready.extend(self._ranks)
-        try:
-            for rank in self._ranks:
-                rank.start()
-            self.next()
-            while not self._over.acquire(timeout=0.2):
-                pass  # a Ctrl-C that another thread of the process has received wakes nobody
-        except BaseException:  # the ranks that wait end now, and the one that runs at its next collective
-            self.stopped = True
-            for rank in self._ranks:
-                if rank.turn.locked():
-                    rank.turn.release()
-                rank.result = None  # its graph may refer to the world
-            raise
+        return results
 
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
 
     def meet(
-        self, group: LocalGroup, number: int, entry: Entry, combine: Callable[[list[Any]], Sequence[Any]]
+        self, me: Rank, group: LocalGroup, number: int, entry: Entry, combine: Callable[[list[Any]], Sequence[Any]]
     ) -> Callable[[], Any]:
         """Add this rank's entry to the group's meeting of this number. Returns a function that waits for its result."""
-        me = self._me()
+        expect_thread_of(me)
         meeting = self._meetings.setdefault((group, number), Meeting())
+        first_rank, first = next(iter(meeting.entries.items()), (me.number, entry))
         meeting.entries[me.number] = entry
-        first_rank, first = next(iter(meeting.entries.items()))
         complete = len(meeting.entries) == len(group.ranks)
         if complete:
             del self._meetings[group, number]
         if meeting.off:
             pass
         elif entry.what != first.what:
-            self._call_off([meeting], "the ranks are in different collectives")
+            self.call_off([meeting], "the ranks are in different collectives")
         elif entry.how != first.how:
             differ = f"rank {first_rank} needs {first.how}, rank {me.number} {entry.how}"
-            self._call_off([meeting], f"{entry.what} was called with different arguments: {differ}")
+            self.call_off([meeting], f"{entry.what} was called with different arguments: {differ}")
         elif complete:
-            try:
-                results = combine([meeting.entries[r].payload for r in group.ranks])
-            except CollectiveMismatchError as error:
-                remedy = f"; {UNEVEN}" if entry.what in ("all_gather", "gather") else ""
-                self._call_off([meeting], f"{error}{remedy}")
-            except Exception as error:
-                self._call_off([meeting], f"their arguments do not fit together: {error}")
-            else:
-                meeting.results = dict(zip(group.ranks, results, strict=True))
-                self._wake(meeting)
-        return partial(self._wait, me, meeting)
+            self.complete(meeting, group.ranks, combine)
+        return partial(self.wait, me, meeting)
 
-    def suspend(self, what: str) -> tuple[Callable[[], None], Callable[[], None]]:
-        """For a message between two ranks. Returns what the other rank calls, and what waits until it has."""
-        me = self._me()
-        meeting = Meeting({me.number: Entry(what, None, None, None)})
-
-        def finish() -> None:
-            meeting.results = {me.number: None}
+    def complete(self, meeting: Meeting, ranks: Sequence[int], combine: Callable[[list[Any]], Sequence[Any]]) -> None:
+        """Give each of these ranks its result, or call the meeting off if what they bring does not fit together."""
+        try:
+            results = combine([meeting.entries[r].payload for r in ranks])
+        except CollectiveMismatchError as error:
+            is_gather = meeting.entries[ranks[0]].what in ("all_gather", "gather")
+            self.call_off([meeting], f"{error}; {UNEVEN}" if is_gather else str(error))
+        except Exception as error:
+            self.call_off([meeting], f"their arguments do not fit together: {error}")
+        else:
+            meeting.results = dict(zip(ranks, results, strict=True))
+            meeting.entries.clear()  # they may refer to the ranks' graphs
             self._wake(meeting)
 
-        return finish, partial(self._wait, me, meeting)
-
-    def _me(self) -> Rank:
-        """Return the rank that this thread is; raise if it is none of this world."""
-        me: Rank | None = THREAD.rank
-        if me is None or me.world is not self:
-            raise NotARankError(
-                "a collective of simulated ranks was used in a thread that is none of them, or after they had ended; "
-                "call it, and backward, inside the function that each rank runs, and wait there for what it has started"
-            )
-        return me
-
-    def _wait(self, me: Rank, meeting: Meeting) -> Any:
+    def wait(self, me: Rank, meeting: Meeting) -> Any:
+        """Return this rank's result of a meeting; other ranks run until it is there. Raise if it was called off."""
         while meeting.results is None:
-            if self._me() is not me:
-                raise NotARankError("a simulated rank waits for what another rank has started; wait in that rank")
+            expect_thread_of(me)
             if meeting.off:
                 raise CollectiveMismatchError(meeting.off)
             me.waits_for = meeting
-            self._give_way(me)
+            state = State()
+            self.next()
+            me.turn.acquire()  # until it is this rank's turn again
+            if self.stopped:
+                raise _Stopped
+            state.restore(me.stream)
         return meeting.results[me.number]
-
-    def _give_way(self, me: Rank) -> None:
-        """Let other ranks run. Returns when it is this rank's turn again."""
-        state = State()
-        self.next()
-        me.turn.acquire()
-        if self.stopped:
-            raise _Stopped
-        state.restore(me.stream)
 
     def next(self) -> None:
         """Let the next rank that can run do so; if all ranks wait, they raise, and if all have ended, the run ends."""
         if not self._ready:
-            self._call_off([rank.waits_for for rank in self._ranks if rank.waits_for], "no rank can go on")
+            self.call_off([rank.waits_for for rank in self._ranks if rank.waits_for], "no rank can go on")
         if self._ready:
             self._ready.popleft().turn.release()
         else:
@@ -269,7 +248,7 @@ class World:
                 rank.waits_for = None
                 self._ready.append(rank)
 
-    def _call_off(self, meetings: Sequence[Meeting], why: str) -> None:
+    def call_off(self, meetings: Sequence[Meeting], why: str) -> None:
         """Raise the same error on all ranks that wait for these meetings, now or later."""
         entries = {number: entry for meeting in meetings for number, entry in meeting.entries.items()}
         doing = [f"  rank {rank.number} {_doing(rank, meetings, entries)}" for rank in self._ranks]
@@ -291,6 +270,18 @@ def _doing(rank: Rank, meetings: Sequence[Meeting], entries: dict[int, Entry]) -
     return str(entries[rank.number])
 
 
+def expect_thread_of(me: Rank) -> None:
+    """Raise unless this thread is a rank's own: it uses what that rank has made."""
+    if THREAD.rank is not me:
+        raise NotARankError(
+            f"a group, or a communication, of simulated rank {me.number} was used in another thread: by another rank, "
+            "by a thread that is none, or after the ranks had ended; make groups on every rank, and do not keep them "
+            "in globals or caches, which simulated ranks share; call collectives, and backward, in the function that "
+            "each rank runs, and wait there for what it has started; or run the program on processes "
+            "(diffcoll.testing.spawn)"
+        )
+
+
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Wait while ranks of another thread run; on a simulated rank an error."""
@@ -299,10 +290,3 @@ def one_at_a_time() -> Iterator[None]:
         raise RuntimeError(message("simulate", "the caller", got, "a thread that is none"))
     with _one_world:
         yield
-
-
-def _closed_lock() -> threading.Lock:
-    """Return a lock that is held."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from diffcoll.core.torch_private.autograd import leaves_of_graph
 from diffcoll.core.trees import tree_flatten
 from diffcoll.engines.devices import device_of_backend
 from diffcoll.engines.rank_state import seed_rank
-from diffcoll.engines.simulated.group import LostGradientWarning
 from diffcoll.testing.failures import RanksFailedError
 from diffcoll.testing.harness.cuts import Cuts, Detaches, recorded
 from diffcoll.testing.harness.layout import NAME, Code, FreshIsNan, Held, Ranks, fill, held_on_rank, local, tensors_of
@@ -52,7 +49,7 @@ class Machines:
     def run(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: int = 0) -> list[Any]:
         """Run fn once per rank, on simulated ranks or on processes with a backend."""
         if kind == "simulated":
-            return simulate(partial(_without_warnings, fn), *per_rank, seed=seed)
+            return simulate(fn, *per_rank, seed=seed)
         rows = list(zip(*per_rank, strict=True))
         key = kind, len(rows)
         if key not in self._processes:
@@ -67,13 +64,6 @@ class Machines:
         """End the processes."""
         for processes in self._processes.values():
             processes.close()
-
-
-def _without_warnings(fn: Callable[..., Any], *arguments: Any) -> Any:
-    """Call fn without warnings of lost gradients, which the report names."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LostGradientWarning)
-        return fn(*arguments)
 
 
 @dataclass(frozen=True)
