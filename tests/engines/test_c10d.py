@@ -22,7 +22,6 @@ from diffcoll.engines.turn import IDLE, Turn, of_backend
 from diffcoll.testing import spawn
 
 N = 3
-SEED = 1
 METHODS = "allreduce", "broadcast", c10d._ALL_GATHER, c10d._REDUCE_SCATTER, "reduce", "send", "recv"
 
 
@@ -140,25 +139,6 @@ def test_a_twin_of_some_ranks_does_not_change_the_names_of_later_groups_and_twin
         return dc.all_reduce(torch.tensor(r), group=later).item() if r != 1 else 2, later is None
 
     assert [x for x, _ in spawn(body, range(N))] == [2] * N
-
-
-def test_a_twin_of_a_group_that_some_ranks_have_set_up_before(tmp_path):
-    """The ranks of the second group with this name have made unequal numbers of twins for groups of its name."""
-
-    def connect(name, rank, size):
-        dist.init_process_group("gloo", f"file://{tmp_path}/{name}", rank=rank, world_size=size)
-        twin = resolve(None, "test").twin()
-        assert laws.of_all(twin, rank) == list(range(size))
-
-    def body(r):
-        dist.destroy_process_group()
-        if r < 2:
-            connect("two", r, 2)
-            dist.destroy_process_group()
-        connect("three", r, 3)
-        return True
-
-    assert spawn(body, range(N), timeout=20) == [True] * N
 
 
 def test_a_twin_ends_with_the_users_group():

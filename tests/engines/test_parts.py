@@ -16,20 +16,14 @@ from diffcoll.engines import devices, watch
 from diffcoll.engines.scratch import KEPT_BYTES, NEW_BYTES, Scratch
 
 
-def test_scratch_is_kept_lent_once_and_bounded():
+def test_scratch_is_kept_and_bounded():
     scratch, like, n = Scratch(), torch.empty(0), NEW_BYTES // 4
     first = scratch.take(2 * n, like)
     at = first.data_ptr()
-    assert scratch.take(2 * n, like).data_ptr() != at  # in use
     scratch.give(first)
-    again = scratch.take(n, torch.empty(0, dtype=torch.complex64))
-    assert (again.data_ptr(), again.dtype, again.shape) == (at, torch.complex64, (n,))
-    assert scratch.take(n, like).data_ptr() != at
-    scratch.give(again)
-    small = scratch.take(n // 2, like)  # is new memory, and is not kept
-    scratch.give(small)
+    scratch.give(scratch.take(n // 2, like))  # is new memory, and is not kept
     scratch.give(scratch.take(KEPT_BYTES // 4 + 1, like))
-    assert scratch.take(n, like).data_ptr() == at != small.data_ptr()
+    assert scratch.take(n, torch.empty(0, dtype=torch.complex64)).data_ptr() == at
     with torch.inference_mode():
         scratch.give(scratch.take(n, like))
     scratch.take(n, like).zero_()  # not an inference tensor
