@@ -82,6 +82,19 @@ def test_backward_overlaps_with_computation():
     assert gloo(body, range(2)) == [(events, [2 * 2 + 2 * 2] * 3)] * 2  # Σ_r z_r, and 2 y
 
 
+@runs_on("rules", "gloo")
+def test_forward_mode_twice(run):
+    def second(x, gather):
+        def along(x):
+            return torch.func.jvp(lambda x: gather(x).sin(), (x,), (x.cos(),))[1]
+
+        return torch.func.jvp(along, (x,), (x.exp(),))[1]
+
+    xs = [torch.linspace(r, 1, 3, dtype=torch.float64) for r in range(2)]
+    later = run(second, xs, [lambda x: dc.all_gather(x, async_op=True).wait()] * 2)
+    torch.testing.assert_close(later, run(second, xs, [dc.all_gather] * 2))
+
+
 @runs_on("truth", "rules", "gloo")
 def test_a_forgotten_wait_is_reported_and_the_group_works(run):
     def body(r):
