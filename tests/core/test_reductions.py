@@ -11,7 +11,6 @@ from operator import mul
 
 import pytest
 import torch
-import torch.distributed as dist
 from runs import runs_on, truth
 
 import diffcoll as dc
@@ -112,7 +111,7 @@ def test_zeros_ties_nan_and_infinities_are_treated_as_pytorch_does(run, op):
             torch.testing.assert_close(gs, right, equal_nan=True, msg=f"{op} {name}")
 
 
-# ── dtypes and names ─────────────────────────────────────────────────────────────────────────────────────
+# ── dtypes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 HALVES = {  # values whose partial results overflow, or that are rounded twice, in half precision
     "mean": (60000.0, 60000.0, 50000.0),
@@ -136,19 +135,6 @@ def test_half_precisions_are_reduced_in_float32_and_rounded_once(run, op, dtype)
     blocks = run(lambda x: dc.reduce_scatter(x, op), [x.detach() for x in xs])
     assert torch.equal(torch.cat(blocks), expected)
     assert torch.equal(run(lambda x: dc.reduce(x, 1, op), [x.detach() for x in xs])[1], expected)
-
-
-@runs_on("truth", "rules", "gloo")
-def test_names_and_reduce_ops(run):
-    names = [("prod", "PRODUCT"), ("product", "PRODUCT"), ("max", "MAX"), ("min", "MIN")]
-    names += [("mean", "AVG"), ("avg", "AVG"), ("sum", "SUM")]
-
-    def body(x):
-        pairs = [[dc.all_reduce(x, a).item(), dc.all_reduce(x, getattr(dist.ReduceOp, b)).item()] for a, b in names]
-        return pairs, dc.reduce_scatter(x.repeat(2), dist.ReduceOp(dist.ReduceOp.MAX)).item()
-
-    expected = [[y] * 2 for y in (15, 15, 5, 3, 4, 4, 8)], 5
-    assert run(body, torch.tensor([3.0, 5.0])) == [expected] * 2
 
 
 @runs_on("rules", "gloo")
