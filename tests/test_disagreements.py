@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import gloo, refusal, rules, runs_on, truth
+from torch.distributed.tensor import Partial, Replicate
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
@@ -285,6 +286,12 @@ SPELLINGS = [
     [lambda x: dc.scatter(x), lambda x: dc.scatter(x, dim=-2, sizes=(1, 1, 1))],
     [lambda x: dc.all_to_all(x), lambda x: dc.all_to_all(x, 0, -2, split_sizes=[1] * 3, concat_sizes=(1, 1, 1))],
     [partial(dc.all_reduce, op=op) for op in ("mean", "avg", dist.ReduceOp.AVG)],
+    [partial(dc.all_reduce, op=op) for op in ("sum", dist.ReduceOp(dist.ReduceOp.SUM))],
+    [partial(dc.all_reduce, op=op) for op in ("min", dist.ReduceOp.MIN)],
+    [partial(dc.all_reduce, op=op) for op in ("product", "prod", dist.ReduceOp.PRODUCT)],
+    [lambda x: dc.all_reduce(x, grad_placement="replicate"), lambda x: dc.all_reduce(x, grad_placement=Replicate())],
+    [lambda x: dc.all_gather(x, grad_placement=Replicate()), lambda x: dc.all_gather(x, grad_placement="replicate")],
+    [lambda x: dc.broadcast(x, grad_placement="partial"), lambda x: dc.broadcast(x, grad_placement=Partial())],
     [lambda x: dc.reduce(x, 1, "prod"), lambda x: dc.reduce(x, numpy_1, dist.ReduceOp.PRODUCT)],
     [lambda x: dc.reduce_scatter(x, "max", -2), lambda x: dc.reduce_scatter(x, dist.ReduceOp.MAX)],
     [lambda x: dc.all_reduce({"a": x, "b": x[0]})["b"], lambda x: dc.all_reduce(OrderedDict(b=x[0], a=x))["b"]],

@@ -5,6 +5,7 @@ import os
 import time
 import weakref
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,16 @@ from diffcoll.testing import cases, spawn
 BACKENDS = {"gloo": spawn, "mpi": partial(spawned, backend="mpi")}
 
 
-def step(case, rank, x):
+def step(case, rank, x, joint=lambda loss: loss):
     """Forward and backward of a call; all ranks' losses use it."""
     y = case.call(x, rank)
-    (y * y).sum().backward()
+    joint((y * y).sum()).backward()
     return y
+
+
+def step_in_a_region(case, rank, x):
+    with dc.joint_backward() as joint:
+        return step(case, rank, x, joint)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -34,10 +40,10 @@ def test_nothing_is_kept(backend):
         step(cases.table(2)[0], r, cases.table(2)[0].x(r, 0).requires_grad_())  # objects that are created once
         gc.collect()
         gc.disable()
-        for case in cases.table(2):
+        for case, call in product(cases.table(2), (step, step_in_a_region)):
             x = case.x(r, 0).requires_grad_()
             inner = x * 2
-            y = step(case, r, inner)
+            y = call(case, r, inner)
             left = [weakref.ref(t) for t in (x, inner, y)]
             del x, inner, y
             # gloo's threads release tensors shortly after they report completion

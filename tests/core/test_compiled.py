@@ -5,7 +5,6 @@ import itertools
 import os
 import re
 import tempfile
-import threading
 from functools import partial
 
 import properties
@@ -16,12 +15,12 @@ from releases import compiles, generated, one_graph
 from runs import python, refusal, rules, runs_on, spawned, truth
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed.tensor import Replicate
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint
 
 import diffcoll as dc
 from diffcoll.testing import cases, spawn
-from diffcoll.testing.cases import with_layout
 
 pytestmark = [pytest.mark.timeout(300), compiles]
 SEED = 1
@@ -69,35 +68,6 @@ def test_the_whole_table_in_one_graph(n, backend, select):
             assert error < 1e-12, what
 
 
-def test_names_that_are_imported_at_their_first_use(monkeypatch):
-    for name in ("GatheredBatch", "gather_batch", "nn", "ring", "truth"):
-        monkeypatch.delitem(vars(dc), name, raising=False)
-
-    def program(x):
-        batch = dc.gather_batch(x)
-        assert isinstance(batch, dc.GatheredBatch)
-        blocks = [block * (r + 2) for r, block in dc.ring(x)]
-        pairs = dc.nn.functional.clip_loss(x, x.flip(1), logit_scale=2.0)
-        return [batch[0] * 3, *blocks, *dc.truth.all_reduce([x * 7]), pairs]
-
-    x = torch.randn(3, 2, generator=torch.Generator().manual_seed(SEED))
-    same(torch.compile(program, fullgraph=True, backend="eager")(x), program(x))
-
-
-@pytest.mark.parametrize("layout", ["transposed", "strided"])
-def test_results_are_contiguous(layout):
-    """As graphs assume, whatever the strides of x."""
-
-    def is_contiguous(case, x, r):
-        return case.call(with_layout(x, layout), r).is_contiguous()
-
-    for case in cases.table(3):
-        xs = [torch.ones(shape, dtype=case.dtype) for shape in case.shapes]
-        assert all(rules(partial(is_contiguous, case), xs, range(3))), case
-    x = torch.arange(6.0).view(2, 3)
-    assert generated(lambda x: dc.sum_gradients(x.t()))(x).stride() == (2, 1)
-
-
 class Doubled(torch.autograd.Function):
     """The identity, whose backward calls collectives."""
 
@@ -127,9 +97,12 @@ def mapped(x, r):
     return (weights * later * torch.func.vmap(partial(dc.all_gather, dim=0), 1)(x.sin())[:, :2].T).sum()
 
 
+REPLICATE = Replicate()
+
+
 def traced_python(x, r):
-    """A tree, groups of one and two, keyword spellings."""
-    y = dc.all_reduce({"a": x, "b": [x.float(), None]}, op="mean")
+    """A tree, keyword spellings, and a placement of DTensor."""
+    y = dc.all_reduce({"a": x, "b": [x.float(), None]}, op="mean", grad_placement=REPLICATE)
     return (y["a"] * dc.gather(x, dst=1, dim=-1, sizes=[2, 2]).sum()).sum() + y["b"][0].double().square().sum()
 
 
@@ -197,16 +170,25 @@ def test_groups_and_meshes():
         assert found == ([4 + 2 * (r % 2), -2 - 2 * (r % 2)], [10, -6])
 
 
-def test_one_rank_compiles_and_eager_code_pays_no_import():
-    code = (
-        "import sys, torch, diffcoll as dc\n"
-        "x = torch.ones(2, requires_grad=True)\n"
-        "dc.all_reduce(x, 'product').sum().backward()\n"
-        "assert not {'torch._dynamo', 'torch._inductor.lowering'} & set(sys.modules)\n"
-        "torch.compile(lambda x: dc.all_reduce(x).sum(), fullgraph=True, backend='aot_eager')(x).backward()\n"
-        "assert x.grad.tolist() == [2, 2]\n"
-    )
-    python("-c", code)
+FIRST_USE = """
+import sys, torch, diffcoll as dc
+x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
+dc.all_reduce(x, "product").sum().backward()
+assert not {"torch._dynamo", "torch._inductor.lowering"} & set(sys.modules)
+
+def program(x):
+    batch = dc.gather_batch(x)
+    assert isinstance(batch, dc.GatheredBatch)
+    blocks = [block * (r + 2) for r, block in dc.ring(x)]
+    return batch[0] * 3 + blocks[0] + dc.truth.all_reduce([x * 7])[0] + dc.nn.functional.clip_loss(x, x.flip(1), 2.0)
+
+compiled = torch.compile(program, fullgraph=True, backend="aot_eager")(x)
+torch.testing.assert_close(compiled, program(x))
+"""
+
+
+def test_one_rank_compiles_names_at_their_first_use_and_eager_code_pays_no_import():
+    python("-c", FIRST_USE)
 
 
 # ── order, and results that are not used ─────────────────────────────────────────────────────────────────
@@ -219,7 +201,7 @@ def test_order_is_kept_and_nothing_is_dropped():
         a = dc.all_gather(x.repeat(1 + 3 * r, 1), sizes="auto")
         b = dc.all_reduce(x.exp().sum(0), "max")
         c = dc.all_gather(x.sin().repeat(8 - 7 * r, 1), sizes=[16, 2])
-        d = dc.broadcast(x.cos(), src=1)
+        d = dc.broadcast(x.t().cos(), src=1)  # not contiguous, but d is
         e = dc.reduce_scatter(x.tanh())
         unused = dc.all_reduce(x * 2)
         again = dc.all_reduce(x * 2)
@@ -311,34 +293,27 @@ def test_checkpoints_keep_the_results_of_collectives():
 
 #: name → the call and, from its result, a tensor in the shape of x; for x of shape (6, 2) on three ranks.
 CALLS = {
-    "sum": (lambda x, **more: dc.all_reduce(x, **more), lambda y: y),
-    "max": (lambda x, **more: dc.all_reduce(x, "max", **more), lambda y: y),
-    "product in parts": (lambda x, **more: dc.all_reduce(x.repeat(3000, 1), "product", **more), lambda y: y[-6:]),
-    "mean of halves": (lambda x, **more: dc.all_reduce(x.bfloat16(), "mean", **more), lambda y: y.double()),
+    "sum": (dc.all_reduce, lambda y: y),
+    "gathered": (dc.all_gather, lambda y: y.view(3, 6, 2).sum(0)),
+    "gathered in rows": (partial(dc.all_gather, dim=1), lambda y: y[:, :2] + y[:, -2:]),
     "tree": (
         lambda x, **more: dc.all_reduce([x, x.float(), x[:2]], **more),
         lambda y: y[0] + y[1].double() + y[2].repeat(3, 1),
     ),
-    "gathered": (lambda x, **more: dc.all_gather(x, **more), lambda y: y.view(3, 6, 2).sum(0)),
-    "gathered in rows": (lambda x, **more: dc.all_gather(x, 1, **more), lambda y: y[:, :2] + y[:, -2:]),
-    "asked for sizes": (lambda x, **more: dc.all_gather(x, sizes="auto", **more), lambda y: y[:6] + y[-6:]),
-    "blocks": (lambda x, **more: dc.reduce_scatter(x.repeat(3, 1), **more), lambda y: y),
-    "exchanged": (lambda x, **more: dc.all_to_all(x, **more), lambda y: y),
-    "broadcast": (lambda x, **more: dc.broadcast(x, 1, **more), lambda y: y),
-    "reduced": (lambda x, **more: dc.reduce(x, 2, **more), lambda y: y),
-    "on one": (lambda x, **more: dc.gather(x, 1, **more), lambda y: y.sum(0).expand(6, 2)),
-    "scattered": (lambda x, **more: dc.scatter(x.cos(), 1, sizes=[1, 2, 3], **more), lambda y: y.sum(0).expand(6, 2)),
-    "permuted": (lambda x, **more: dc.permute(x, [(0, 1), (1, 2)], **more), lambda y: y),
-    "shifted": (lambda x, **more: dc.shift(x, **more), lambda y: y),
+    "the same": (dc.all_reduce, lambda y: y),
+    "on one": (partial(dc.gather, dst=1), lambda y: y.sum(0).expand(6, 2)),
+    "max": (partial(dc.all_reduce, op="max"), lambda y: y),
+    "scattered": (partial(dc.scatter, src=1, sizes=[1, 2, 3]), lambda y: y.sum(0).expand(6, 2)),
+    "product in parts": (lambda x, **more: dc.all_reduce(x.repeat(3000, 1), "product", **more), lambda y: y[-6:]),
 }
 
 
-def loss(x, r, names, order=None):
+def loss(x, r, order=None):
     """The loss of results of which every one counts differently; with `order`, they are waited for in that."""
     more = {} if order is None else {"async_op": True}
-    found = [CALLS[name][0](x * (0.3 * i + 1), **more) for i, name in enumerate(names)]
-    later = dc.scan(x.sin())
-    ys = {i: CALLS[names[i]][1](found[i].wait() if order else found[i]) for i in order or range(len(names))}
+    found = [call(x * (0.3 * i + 1), **more) for i, (call, _) in enumerate(CALLS.values())]
+    later, likes = dc.scan(x.sin()), [like_x for _, like_x in CALLS.values()]
+    ys = {i: likes[i](found[i].wait() if order else found[i]) for i in order or range(len(CALLS))}
     return sum(((i + 1.0) * (r + 2) * y.cos()).sum() for i, y in ys.items()) + later.sum()
 
 
@@ -346,29 +321,23 @@ def numbers(r):
     return torch.linspace(0.4 + 0.1 * r, 1.3, 12, dtype=torch.float64).view(6, 2).requires_grad_()
 
 
-FEW = ("sum", "gathered", "gathered in rows", "tree", "sum", "on one", "max", "scattered", "product in parts")
-EVERY = pytest.param("gloo", (*CALLS, "sum"), marks=pytest.mark.slow, id="every call")
-
-
-@pytest.mark.parametrize(("backend", "names"), [("gloo", FEW), ("mpi", FEW), EVERY])
-def test_ranks_may_be_compiled_or_not(backend, names):
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_ranks_may_be_compiled_or_not(backend):
     """With `async_op` all ranks are, or none is."""
-    order = [7 * i % len(names) for i in range(1, len(names) + 1)]
+    order = [7 * i % len(CALLS) for i in range(1, len(CALLS) + 1)]
     ways = [(True, True, True), (True, False, False), (False, True, True), (False, False, False)]
 
     def body(r):
-        x = numbers(r)
-        eager = partial(loss, r=r, names=names)
+        x, eager = numbers(r), partial(loss, r=r)
         compiled = one_graph(eager)
         found = [gradient(compiled if which[r] else eager, x) for which in ways]
         return [gradient(one_graph(partial(eager, order=order)), x), *found]
 
     found = spawned(body, range(3), backend=backend, timeout=280)
     xs = [numbers(r) for r in range(3)]
-    torch.autograd.backward(truth(lambda x, r: loss(x, r, names), xs, range(3)))
-    near = 1e-2 if "mean of halves" in names else 1e-5  # a leaf of the tree is float32
+    torch.autograd.backward(truth(loss, xs, range(3)))
     for x, (*mixed, eager) in zip(xs, found, strict=True):
-        torch.testing.assert_close(eager, x.grad, rtol=near, atol=near)
+        torch.testing.assert_close(eager, x.grad, rtol=1e-5, atol=1e-5)  # a leaf of the tree is float32
         torch.testing.assert_close(mixed, [eager] * len(mixed), rtol=1e-5, atol=1e-5)
 
 
@@ -432,9 +401,7 @@ def test_check_mode_compares_what_is_compiled(backend):
 
     one, other = spawned(body, range(2), backend=backend, timeout=100)
     assert one == other
-    for text, named in zip(one, ["all_reduce", "all_gather", "all_gather", "(3,)", "float64", "split"], strict=True):
-        assert named in text.splitlines()[-1] or named == "split"
-        assert f" at {__file__}:" in text
+    assert all(f" at {__file__}:" in text for text in one)
 
 
 # ── errors where a graph would be wrong ──────────────────────────────────────────────────────────────────
@@ -447,57 +414,47 @@ def test_simulated_ranks_run_uncompiled():
 
 def test_wrong_calls_and_transforms_around_a_graph():
     """torch.func and forward mode within a graph: PyTorch has no rules for ops there."""
-
-    def raised(fn, *arguments):
-        return refusal(Exception, one_graph(fn), *arguments)
+    summed = lambda x: dc.all_reduce(x).square().sum()  # noqa: E731
+    wrong = [
+        ("all_reduce", torch.func.grad(summed)),
+        ("all_reduce", lambda x: torch.func.jvp(summed, (x,), (x,))),
+        ("all_reduce: op: ", lambda x: dc.all_reduce(x, "mode")),
+        ("broadcast: src: ", lambda x: dc.broadcast(x, src=2)),
+    ]
 
     def body(r):
         x = torch.tensor([r + 1.0, -r])
-        loss = lambda x: dc.all_reduce(x).square().sum()  # noqa: E731
-        within = [raised(torch.func.grad(loss), x), raised(lambda x: torch.func.jvp(loss, (x,), (x,)), x)]
-        wrong = raised(lambda x: dc.all_reduce(x, "mode"), x), raised(lambda x: dc.broadcast(x, src=2), x)
-        return within, wrong, one_graph(dc.all_reduce)(x).tolist()
+        return [refusal(Exception, one_graph(f), x) for _, f in wrong], one_graph(dc.all_reduce)(x).tolist()
 
-    for within, (op, src), after in spawn(body, range(2), timeout=110):
-        assert all("all_reduce" in text for text in within)
-        assert "all_reduce: op: " in op and "broadcast: src: " in src
+    for texts, after in spawn(body, range(2), timeout=110):
+        assert all(named in text for (named, _), text in zip(wrong, texts, strict=True))
         assert after == [3, -1]
 
 
 def test_a_graph_refuses_to_run_where_it_would_be_wrong():
     """Dynamo guards on none of these contexts; the ops check them."""
 
+    def in_region(graph, x):
+        with dc.joint_backward() as joint:
+            joint(graph(x).sum()).backward()
+
+    def in_dual_level(graph, x):
+        with forward_ad.dual_level():
+            graph(forward_ad.make_dual(x, torch.ones(2)))
+
     def body(r, folder):
         mean = one_graph(lambda x: dc.all_reduce(x, "mean"))
         x = torch.tensor([1.0, 2.0 + r])
         leaf = x.clone().requires_grad_()
         mean(leaf).sum().backward()
-        values = [mean(x)]
         exported = torch.export.export(Module(lambda x: dc.all_reduce(x, "mean")), (x,)).module()
-
-        def in_region(graph, x):
-            with dc.joint_backward() as joint:
-                y = graph(x).sum()
-                joint(y if r == 0 else torch.tensor(1.0)).backward()
-
-        def in_dual_level(graph, x):
-            with forward_ad.dual_level():
-                graph(forward_ad.make_dual(x, torch.ones(2)))
-
+        mean(x)
         for graph, y, around in itertools.product((mean, exported), (x, leaf), (in_region, in_dual_level)):
             refusal(RuntimeError, around, graph, y)
         refusal(RuntimeError, lambda: torch.func.jvp(exported, (x,), (x,)))
-        refusal(Exception, lambda: torch.func.grad(lambda x: exported(x).sum())(x))  # PyTorch's own
 
-        thread = threading.Thread(target=lambda: values.append(mean(x)))
-        thread.start()
-        thread.join()
-        with torch.no_grad(), torch.autocast("cpu"):
-            values.append(mean(leaf))
-        with torch.inference_mode():
-            values.append(mean(x))
-        values.append(torch.vmap(exported)(torch.stack([x, x]))[1])
-        same([*values], [torch.tensor([1.0, 3.0])] * 5)
+        with torch.inference_mode():  # which, as vmap, changes nothing
+            same([mean(x), torch.vmap(exported)(torch.stack([x, x]))[1]], [torch.tensor([1.0, 3.0])] * 2)
         leaf.grad = None
         y = mean(leaf).sum()
         with dc.joint_backward() as joint:  # the forward was outside the region

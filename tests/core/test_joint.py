@@ -1,8 +1,6 @@
-"""joint_backward: gradients equal truth's on every rank and no rank hangs, whichever outputs the ranks' losses use."""
+"""joint_backward: derivatives equal truth's on every rank and no rank hangs, whichever outputs the losses use."""
 
-import gc
-import weakref
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -21,38 +19,37 @@ def weighted(r, y):
     return (y * (r + 1)).sum()
 
 
-# The loss of rank r from its x. Ranks use different outputs. `joint` is the region.
+# What rank r computes from its x. Ranks use different outputs. `again` calls a part, in a checkpoint or not: its
+# collectives run again in backward, on every rank.
 
 
-def ignores_everything(r, x, joint):
+def ignores_everything(r, x, again):
     y = dc.all_reduce(x.sin())
-    return weighted(r, y) if r == 1 else torch.tensor(5.0, dtype=x.dtype)
+    return y if r == 1 else torch.tensor(5.0, dtype=x.dtype)
 
 
-def ignores_some(r, x, joint):
+def ignores_some(r, x, again):
     ys = [dc.all_reduce(x * 2), dc.all_gather(x.exp()), dc.broadcast(x, src=1), dc.all_reduce(x, "product")]
     return sum(weighted(r, y) for i, y in enumerate(ys) if i % N == r)
 
 
-def needs_no_gradient(r, x, joint):
+def needs_no_gradient(r, x, again):
     y = dc.all_gather(x.detach() if r == 0 else x)
-    return weighted(r, y.square()) + weighted(r, dc.all_reduce(x if r else x.detach(), "max")) + x.sum()
+    z = again(lambda t: dc.all_reduce(t).square().exp(), x if r else x.detach())
+    largest = dc.all_reduce(x if r else x.detach(), "max")
+    return weighted(r, y.square()) + weighted(r, largest) + z.sum() * (r > 1) + x.sum()
 
 
-def other_control_flow(r, x, joint):
-    y = dc.all_reduce(x)
-    if r == 0:
-        return y.sum()
-    z = y.square() if r == 1 else y.detach() * x
-    return z.sum() * 3
+def needs_an_equal_one(r, x, again):
+    equal = x - x.detach() + inputs(0)
+    return dc.sum_gradients(equal).sin().sum() + dc.split(equal, 1).cos().sum() * r
 
 
-def used_twice(r, x, joint):
-    y = dc.reduce_scatter(dc.all_gather(x))
-    return weighted(r, y) + weighted(r, y * y) if r else x.sum()
+def needs_one_in_another_call(r, x, again):
+    return dc.all_reduce(x.sin()).sum() + needs_no_gradient(r, x, again)
 
 
-def nested(r, x, joint):
+def nested(r, x, again):
     y = dc.all_reduce(x)
     with dc.joint_backward() as inner:
         z = dc.all_reduce(y.cos())
@@ -62,229 +59,30 @@ def nested(r, x, joint):
     return weighted(r, z) + weighted(r, shifted) if r == 2 else y.sum()
 
 
-def without_gradients(r, x, joint):
-    with torch.no_grad():
-        scale = dc.all_reduce(x.abs().sum())
-    y = dc.all_reduce(x)
-    return weighted(r, y) / scale if r else x.sum()
-
-
-def async_ones(r, x, joint):
-    a, b = dc.all_reduce(x, async_op=True), dc.all_gather(x.sin(), async_op=True)
-    b, a = b.wait(), a.wait()
-    return weighted(r, a) if r == 0 else weighted(r, b) if r == 1 else x.sum()
-
-
-def trees(r, x, joint):
+def trees(r, x, again):
     y = dc.all_reduce({"a": x, "b": [x.sin(), x.float()]})
-    return weighted(r, y["b"][0]) if r == 1 else x.sum()
+    return y["b"][0] if r == 1 else x
 
 
-def complex_numbers(r, x, joint):
+def complex_numbers(r, x, again):
     y = dc.all_reduce(torch.complex(x, x.sin()))
-    return weighted(r, y.abs()) if r == 1 else x.sum()
+    return y.abs() if r == 1 else x
 
 
-def sub_groups(r, x, joint):
+def sub_groups(r, x, again):
     low, high = new_group([0, 1]), new_group([1, 2])
     y = dc.all_reduce(x)
     a = dc.all_gather(y.exp(), group=low) if r < 2 else y
     b = dc.all_reduce(a.sum(), group=high) if r > 0 else a
-    return weighted(r, b) if r == 2 else x.sum()
+    return b if r == 2 else x
 
 
-def after_an_exception(r, x, joint):
+def after_an_exception(r, x, again):
     with pytest.raises(KeyError), dc.joint_backward():
         dc.all_reduce(x)
         raise KeyError
     y = dc.all_reduce(x * 2)
-    return weighted(r, y) if r == 1 else x.sum()
-
-
-PROGRAMS = [
-    ignores_everything,
-    ignores_some,
-    needs_no_gradient,
-    other_control_flow,
-    used_twice,
-    nested,
-    without_gradients,
-    async_ones,
-    trees,
-    complex_numbers,
-    sub_groups,
-    after_an_exception,
-]
-
-
-def inputs(r):
-    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(r))
-
-
-def in_region(program, r, x):
-    with dc.joint_backward() as joint:
-        return joint(program(r, x, joint))
-
-
-def true(program):
-    xs = [inputs(r).requires_grad_() for r in range(N)]
-    losses = truth(partial(in_region, program), range(N), xs)
-    return torch.autograd.grad(sum(losses), xs)
-
-
-@runs_on("rules", "gloo", "mpi")
-def test_gradients_are_those_of_truth(run):
-    def body(r):
-        found = []
-        for program in PROGRAMS:
-            x = inputs(r).requires_grad_()
-            loss = in_region(program, r, x)
-            loss.backward(retain_graph=True)
-            once = x.grad.clone()
-            loss.backward()  # a second time, on all ranks
-            found.append((once, x.grad))
-        return found
-
-    got = run(body, range(N))
-    for i, program in enumerate(PROGRAMS):
-        for r, expected in enumerate(true(program)):
-            once, twice = got[r][i]
-            torch.testing.assert_close(once, expected, msg=program.__name__)
-            torch.testing.assert_close(twice, 2 * expected, msg=program.__name__)
-
-
-@runs_on("rules", "gloo")
-def test_every_collective_ignored_by_one_rank(run):
-    table = [case for case in cases.table(N) if case.arguments.get("grad_placement") is None]
-
-    def loss(case, r, x):
-        y = case.call(x, r)
-        return weighted(r, y.sin()) if r != 1 else x.sum()
-
-    def body(r):
-        found = []
-        for case in table:
-            x = case.x(r, 5).requires_grad_()
-            (g,) = torch.autograd.grad(in_region(lambda r, x, joint: loss(case, r, x), r, x), x)  # noqa: B023
-            found.append(g)
-        return found
-
-    got = run(body, range(N))
-    for i, case in enumerate(table):
-        xs = [case.x(r, 5).requires_grad_() for r in range(N)]
-        right = torch.autograd.grad(sum(truth(partial(loss, case), range(N), xs)), xs)
-        for r in range(N):
-            torch.testing.assert_close(got[r][i], right[r], msg=str(case))
-
-
-@runs_on("rules", "gloo", "mpi")
-def test_second_order(run):
-    """One rank has no penalty on the gradients; another one's loss does not use the collectives."""
-
-    def program(r, x, joint):
-        y = dc.all_reduce(x.sin()) * dc.all_gather(x).sum()
-        return joint(weighted(r, y * y) if r else x.square().sum())
-
-    def penalty(r, g):
-        return g.square().sum() if r == 2 else g.sum() * 0
-
-    def body(r):
-        x = inputs(r).requires_grad_()
-        with dc.joint_backward() as joint:
-            (g,) = torch.autograd.grad(program(r, x, joint), x, create_graph=True)
-            (h,) = torch.autograd.grad(joint(penalty(r, g)), x)
-        return g.detach(), h
-
-    xs = [inputs(r).requires_grad_() for r in range(N)]
-    losses = truth(lambda r, x: program(r, x, lambda loss: loss), range(N), xs)
-    gs = torch.autograd.grad(sum(losses), xs, create_graph=True)
-    hs = torch.autograd.grad(sum(penalty(r, g) for r, g in enumerate(gs)), xs)
-    for r, (g, h) in enumerate(run(body, range(N))):
-        torch.testing.assert_close(g, gs[r])
-        torch.testing.assert_close(h, hs[r])
-
-
-@runs_on("rules", "gloo")
-def test_values_transforms_and_forward_mode(run):
-    """Values are those outside of the region; transforms of torch.func are not recorded; forward mode is an error."""
-
-    def body(r):
-        x, t = inputs(r), inputs(r + 7)
-
-        def found():
-            return [
-                dc.all_reduce(x.sin()),
-                torch.func.jvp(lambda x: dc.all_reduce(x.sin()), (x,), (t,))[1],
-                torch.func.vmap(dc.all_gather)(x),
-                torch.func.grad(lambda x: (dc.all_gather(x) * (r + 1)).sum())(x),
-            ]
-
-        outside = found()
-        with dc.joint_backward() as joint:
-            torch.testing.assert_close([y.detach() for y in found()], outside, rtol=0, atol=0)
-            integers = dc.all_reduce(torch.tensor([r]))
-            with forward_ad.dual_level(), pytest.raises(RuntimeError, match="joint_backward: all_reduce: "):
-                dc.all_reduce(forward_ad.make_dual(x, t))
-            (g,) = torch.autograd.grad(joint(dc.all_reduce(x.requires_grad_()).sum()), x)  # the region works
-        return integers.requires_grad, dc.all_reduce(inputs(r)).requires_grad, g.unique().tolist()
-
-    assert run(body, range(N)) == [(False, False, [N])] * N
-
-
-def test_a_region_sends_nothing_more():
-    """If all ranks use all outputs, the messages are those without the region."""
-
-    def body(r):
-        x = inputs(r).requires_grad_()
-
-        def loss():
-            return dc.all_reduce(x).sum() + dc.all_gather(x, sizes="auto").sum()
-
-        def with_region():
-            with dc.joint_backward() as joint:
-                joint(loss()).backward()
-
-        return sorted(profiled(with_region)), sorted(profiled(lambda: loss().backward()))
-
-    for region, plain in gloo(body, range(3)):
-        assert region == plain != []
-
-
-@compiles
-def test_a_region_is_not_compiled():
-    with dc.joint_backward(), pytest.raises(Exception, match="joint_backward"):
-        torch.compile(dc.all_reduce, backend="eager", fullgraph=True)(torch.ones(1))
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(lambda x: dc.all_reduce(x * 2), id="plain"),
-        pytest.param(
-            lambda x: checkpoint(lambda t: dc.all_reduce(t * 2).square(), x, use_reentrant=False), id="checkpoint"
-        ),
-    ],
-)
-def test_a_region_is_freed_without_the_garbage_collector(program):
-    gc.disable()
-    try:
-        x = torch.ones(3, requires_grad=True)
-        with dc.joint_backward() as joint:
-            y = program(x)
-            loss = joint(y.sum())
-        loss.backward()
-        kept = weakref.ref(y)
-        del y, loss, joint
-        assert kept() is None
-    finally:
-        gc.enable()
-
-
-# ── checkpoints: collectives in a recomputed part run again, on every rank ───────────────────────────────────────
-
-
-def plainly(function, x):
-    return function(x)
+    return y if r == 1 else x
 
 
 def a_part(r, x, again):
@@ -353,79 +151,145 @@ def region_within(r, x, again):
     return again(part, x) * x
 
 
-CHECKPOINTED = [
-    a_part,
-    with_calls_without_gradients,
-    saved_nowhere,
-    several,
-    within_another,
-    other_tensors_saved_afterwards,
-    async_within,
-    region_within,
+PROGRAMS = [
+    *(ignores_everything, ignores_some, needs_one_in_another_call, nested, trees),
+    *(complex_numbers, sub_groups, after_an_exception, a_part, with_calls_without_gradients, saved_nowhere, several),
+    *(within_another, other_tensors_saved_afterwards, async_within, region_within),
 ]
 
 
+def of_case(case):
+    return lambda r, x, again: case.call(case.x(r, 5) * (1 + x.sum() - x.detach().sum()), r).sin()
+
+
+RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def plainly(function, x):
+    return function(x)
+
+
+def inputs(r):
+    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(r))
+
+
+def loss(program, again, ignored_by, r, x):
+    y = program(r, x, again)
+    return x.sum() if r == ignored_by else weighted(r, y)
+
+
 def penalty(r, g):
+    """Of second order; that of rank 1 does not depend on the gradient."""
     return g.square().sum() * (r + 1) if r != 1 else g.sum() * 0
 
 
-def in_a_region(program, again, ignored_by, inside, r):
-    """Return the gradient of two backwards, in the region or after it, and the second derivative."""
+def derivatives(program, ignored_by, inside, r):
+    """Return the gradients of two backwards, in the region or after it, and the second derivative."""
     x = inputs(r).requires_grad_()
     with dc.joint_backward() as joint:
-        y = program(r, x, again)
-        loss = joint(x.sum() if r == ignored_by else weighted(r, y))
+        total = joint(loss(program, RECOMPUTED, ignored_by, r, x))
         if inside:
-            loss.backward(retain_graph=True)
-            loss.backward(retain_graph=True)
-        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+            total.backward(retain_graph=True)
+            total.backward(retain_graph=True)
+        (g,) = torch.autograd.grad(total, x, create_graph=True)
         (h,) = torch.autograd.grad(joint(penalty(r, g) + 0 * x.sum()), x, retain_graph=not inside)
     if not inside:
-        loss.backward(retain_graph=True)
-        loss.backward()
-    return x.grad, h
+        total.backward(retain_graph=True)
+        total.backward()
+    return x.grad / 2, h
 
 
-@cache
-def right(program, ignored_by, size):
+def true(program, ignored_by):
     """The same by truth, without checkpoints and the region."""
-
-    def loss(r, x):
-        y = program(r, x, plainly)
-        return x.sum() if r == ignored_by else weighted(r, y)
-
-    xs = [inputs(r).requires_grad_() for r in range(size)]
-    gs = torch.autograd.grad(sum(truth(loss, range(size), xs)), xs, create_graph=True)
-    total = sum(penalty(r, g) + 0 * x.sum() for r, (g, x) in enumerate(zip(gs, xs, strict=True)))
-    return [(2 * g.detach(), h) for g, h in zip(gs, torch.autograd.grad(total, xs), strict=True)]
+    xs = [inputs(r).requires_grad_() for r in range(N)]
+    losses = truth(partial(loss, program, plainly, ignored_by), range(N), xs)
+    gs = torch.autograd.grad(sum(losses), xs, create_graph=True, materialize_grads=True)
+    hs = torch.autograd.grad(sum(penalty(r, g) + 0 * x.sum() for r, (g, x) in enumerate(zip(gs, xs, strict=True))), xs)
+    return [(g.detach(), h) for g, h in zip(gs, hs, strict=True)]
 
 
-@runs_on("rules", "gloo")
-@pytest.mark.parametrize("program", CHECKPOINTED)
-@pytest.mark.parametrize("size", [2, 3])
-def test_checkpoints_around_some_collectives(run, program, size):
+TABLE = [of_case(case) for case in cases.table(N) if not any(case.shared)]
+
+
+@runs_on("rules", "gloo", "mpi")
+@pytest.mark.parametrize("programs", [PROGRAMS, TABLE], ids=["programs", "table"])
+def test_derivatives_are_those_of_truth(run, programs):
     """To second order, where ranks ignore different outputs, or none."""
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    ways = [(by, inside) for by in (None, 0, 1) for inside in (True, False)]
-    got = run(lambda r: [in_a_region(program, again, *way, r) for way in ways], range(size))
-    for i, (by, inside) in enumerate(ways):
-        for r, expected in enumerate(right(program, by, size)):
-            why = f"ignored by {by}, {inside=}, rank {r}"
-            torch.testing.assert_close(got[r][i], expected, msg=lambda text: f"{why}: {text}")  # noqa: B023
+    ways = [(None, True), (0, False), (1, True), (1, False)] if programs is PROGRAMS else [(1, False)]
+    each = [(program, *way) for program in programs for way in ways]
+    found = run(lambda r: [derivatives(*one, r) for one in each], range(N))
+    for (program, by, inside), *of_ranks in zip(each, *found, strict=True):
+        for r, (got, expected) in enumerate(zip(of_ranks, true(program, by), strict=True)):
+            why = f"{program}, ignored by {by}, {inside=}, rank {r}"
+            torch.testing.assert_close(got, expected, msg=lambda text: f"{why}: {text}")  # noqa: B023
 
 
 @runs_on("rules", "gloo")
-def test_a_checkpoint_of_an_x_that_needs_no_gradient_on_one_rank(run):
-    def gradient(r, again):
+@pytest.mark.parametrize("program", [needs_no_gradient, needs_an_equal_one])
+def test_first_derivatives_only(run, program):
+    """`torch.autograd.grad` would run only what leads to its inputs, and the penalty is not equal on all ranks."""
+
+    def body(r):
         x = inputs(r).requires_grad_()
         with dc.joint_backward() as joint:
-            y = again(lambda t: dc.all_reduce(t).square().exp(), x if r else x.detach())
-            joint(weighted(r, y) + x.sum() if r < 2 else x.sum()).backward()
+            joint(loss(program, RECOMPUTED, 1, r, x)).backward()
         return x.grad
 
-    again = partial(checkpoint, use_reentrant=False)
-    for plain, recomputed in run(lambda r: [gradient(r, plainly), gradient(r, again)], range(N)):
-        torch.testing.assert_close(recomputed, plain)
+    xs = [inputs(r).requires_grad_() for r in range(N)]
+    total = sum(truth(partial(loss, program, plainly, 1), range(N), xs))
+    torch.testing.assert_close(run(body, range(N)), [*torch.autograd.grad(total, xs)])
+
+
+@runs_on("rules", "gloo")
+def test_values_transforms_and_forward_mode(run):
+    """Values are those outside of the region; transforms of torch.func are not recorded; forward mode is an error."""
+
+    def body(r):
+        x, t = inputs(r), inputs(r + 7)
+
+        def found():
+            return [
+                dc.all_reduce(x.sin()),
+                torch.func.jvp(lambda x: dc.all_reduce(x.sin()), (x,), (t,))[1],
+                torch.func.vmap(dc.all_gather)(x),
+                torch.func.grad(lambda x: (dc.all_gather(x) * (r + 1)).sum())(x),
+            ]
+
+        outside = found()
+        with dc.joint_backward() as joint:
+            torch.testing.assert_close([y.detach() for y in found()], outside, rtol=0, atol=0)
+            integers = dc.all_reduce(torch.tensor([r]))
+            with forward_ad.dual_level(), pytest.raises(RuntimeError, match="joint_backward: all_reduce: "):
+                dc.all_reduce(forward_ad.make_dual(x, t))
+            (g,) = torch.autograd.grad(joint(dc.all_reduce(x.requires_grad_()).sum()), x)  # the region works
+        return integers.requires_grad, dc.all_reduce(inputs(r)).requires_grad, g.unique().tolist()
+
+    assert run(body, range(N)) == [(False, False, [N])] * N
+
+
+def test_a_region_sends_nothing_more():
+    """If all ranks use all outputs, the messages are those without the region."""
+
+    def body(r):
+        x = inputs(r).requires_grad_()
+
+        def loss():
+            return dc.all_reduce(x).sum() + dc.all_gather(x, sizes="auto").sum()
+
+        def with_region():
+            with dc.joint_backward() as joint:
+                joint(loss()).backward()
+
+        return sorted(profiled(with_region)), sorted(profiled(lambda: loss().backward()))
+
+    for region, plain in gloo(body, range(3)):
+        assert region == plain != []
+
+
+@compiles
+def test_a_region_is_not_compiled():
+    with dc.joint_backward(), pytest.raises(Exception, match="joint_backward"):
+        torch.compile(dc.all_reduce, backend="eager", fullgraph=True)(torch.ones(1))
 
 
 @runs_on("rules", "gloo")

@@ -5,18 +5,26 @@ from functools import partial
 
 import pytest
 import torch
-from runs import gloo, rules, runs_on
+from runs import refusal, rules, runs_on
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffcoll as dc
-from diffcoll.core.torch_private.tracing import is_observed, unobserved
 from diffcoll.testing import cases
-from diffcoll.testing.cases import real_inner
 
+N = 3
 COMMUNICATION = ("c10d", "_c10d_functional", "diffcoll")
+CASES = [case for case in cases.table(N) if not any(case.shared)]
+
+
+def of_case(case):
+    """A program, in which the numbers of a call depend on x."""
+    return lambda r, x: case.call(case.x(r, 0) * x.sum(), r).sin()
+
+
+# ── selective checkpoints ────────────────────────────────────────────────────────────────────────────────
 
 
 def _policy(saves):
@@ -26,14 +34,85 @@ def _policy(saves):
     return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
 
-POLICIES = {
-    "save all": _policy(lambda op: True),
-    "recompute all": _policy(lambda op: False),
-    "save communication": _policy(lambda op: op.namespace in COMMUNICATION),
-    "save the rest": _policy(lambda op: op.namespace not in COMMUNICATION),
-    "save memory": _policy(lambda op: "empty" in str(op)),
-    "save writes": _policy(lambda op: op._schema.is_mutable),
-}
+#: The operations whose results a checkpoint saves.
+POLICIES = [
+    _policy(lambda op: True),
+    _policy(lambda op: op.namespace not in COMMUNICATION),
+    _policy(lambda op: False),
+    _policy(lambda op: op.namespace in COMMUNICATION),
+    _policy(lambda op: "empty" in str(op)),  # memory without values
+    _policy(lambda op: op._schema.is_mutable),
+]
+
+
+def collectives_of_each_kind(r, x):
+    """Of the size that gloo sends in parts: c10d operations, whose results a policy would keep."""
+    pending = dc.all_gather(x.sin(), sizes="auto", async_op=True)
+    tree = dc.all_reduce({"a": x.cos(), "b": [x.sin().sum()]}, "mean")
+    largest = dc.all_reduce(x.square(), "logsumexp")
+    sums = sum((source + 1) * block.sin().sum() for source, block in dc.ring(x))
+    later = pending.wait().square().sum() * tree["b"][0]
+    return later + (tree["a"] * largest).sum() + sums + dc.scan(x).square().mean()
+
+
+def chunks_in_checkpoints_of_their_own(r, x):
+    return dc.nn.functional.clip_loss(x.sin(), x.cos(), 3.0, chunk_size=2)
+
+
+def not_linear(r, x, op):
+    return dc.all_reduce(x.sin(), op) * dc.all_gather(x.exp()).square()[0]
+
+
+#: Programs, policies (what is saved can be read once), the shape of x, and the order of the derivative.
+PROGRAMS = [
+    (collectives_of_each_kind, POLICIES, (20_000,), 1),
+    (chunks_in_checkpoints_of_their_own, POLICIES, (4, 3), 1),
+    *((partial(not_linear, op=op), POLICIES[2:], (3,), 3) for op in ("product", "logsumexp", "max")),
+]
+
+
+def derivative(program, r, shape, orders=1, region=nullcontext, **options):
+    """Of a program in a checkpoint with these options, or without one."""
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape).add(r).sin() / 3 + r
+    x.requires_grad_()
+    with region() as joint:
+        y = checkpoint(partial(program, r), x, use_reentrant=False, **options) if options else program(r, x)
+        g = y.sin()
+        for order in range(orders):
+            g = (g * (r + order + 1)).sum()
+            (g,) = torch.autograd.grad(joint(g) if joint else g, x, create_graph=True)
+            g = g.sin()
+    return g.detach()
+
+
+@runs_on("rules", "gloo")
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("region", [nullcontext, dc.joint_backward])
+def test_no_policy_changes_a_derivative(run, checked, region):
+    """Policies that differ between ranks, too: a collective is repeated with its checkpoint, whatever they say."""
+
+    def body(r):
+        for program, policies, *more in PROGRAMS:
+            expected = derivative(program, r, *more, region)
+            with dc.check_mode(checked):
+                for at in range(len(policies)):
+                    found = derivative(program, r, *more, region, **policies[(r + at) % len(policies)])
+                    torch.testing.assert_close(found, expected, msg=f"{program} {at}")
+
+    run(body, range(N))
+
+
+def test_no_policy_changes_a_gradient_of_the_table():
+    def body(r):
+        for case in CASES:
+            expected = derivative(of_case(case), r, (3,))
+            for policy in POLICIES[:2]:
+                torch.testing.assert_close(derivative(of_case(case), r, (3,), **policy), expected, msg=str(case))
+
+    rules(body, range(N))
+
+
+# ── modes ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Ops(TorchDispatchMode):
@@ -64,198 +143,37 @@ class Functions(TorchFunctionMode):
         return f(*args, **(kwargs or {}))
 
 
-def _cases():
-    return [case for case in cases.table(3) if case.dtype == torch.float64]
-
-
-def _gradient(case, x, rank, **options):
-    def layer(x):
-        return case.call(x.sin(), rank).sin() * 2
-
-    x = x.detach().requires_grad_()
-    y = checkpoint(layer, x, use_reentrant=False, **options) if options else layer(x)
-    loss = real_inner(case.w(y.detach(), rank, 1), y.exp())
-    return torch.autograd.grad(loss, x)[0]
-
-
-def test_gradients_under_selective_checkpoints():
-    def body(rank):
-        for case in _cases():
-            x = case.x(rank, 0)
-            expected = _gradient(case, x, rank)
-            for policy in ("save all", "save the rest"):
-                found = _gradient(case, x, rank, **POLICIES[policy])
-                torch.testing.assert_close(found, expected, msg=f"{case.name} {case.label} {policy}")
-
-    rules(body, range(3))
-
-
-def _program(x):
-    """Collectives of each kind, of the size that gloo sends in parts."""
-    pending = dc.all_gather(x.sin(), sizes="auto", async_op=True)
-    tree = dc.all_reduce({"a": x.cos(), "b": [x.sin().sum()]}, "mean")
-    largest = dc.all_reduce(x.square(), "logsumexp")
-    sums = sum((source + 1) * block.sin().sum() for source, block in dc.ring(x))
-    return (
-        pending.wait().square().sum() * tree["b"][0] + (tree["a"] * largest).sum() + sums + dc.scan(x).square().mean()
-    )
-
-
-def _program_gradient(x, **options):
-    x = x.detach().requires_grad_()
-    with dc.joint_backward() as joint:
-        y = checkpoint(_program, x, use_reentrant=False, **options) if options else _program(x)
-    return torch.autograd.grad(joint(y.sin()), x)[0]
-
-
-def test_selective_checkpoints_on_processes():
-    """20,000 numbers: with gloo, c10d operations inside the collective, whose results a policy would keep."""
-
-    def body(r):
-        x = torch.arange(20_000, dtype=torch.float64).add(r).sin() / 100 + r
-        expected = _program_gradient(x)
-        for policy in ("save all", "save communication"):
-            torch.testing.assert_close(_program_gradient(x, **POLICIES[policy]), expected, msg=policy)
-
-    gloo(body, range(3), timeout=100)
-
-
-def test_losses_that_checkpoint_their_chunks_within_a_selective_checkpoint():
-    """Backward repeats a chunk within the mode of the outer checkpoint, outside of any, and in another one."""
-
-    def gradient(r, mode, **options):
-        x = torch.arange(12, dtype=torch.float64).view(4, 3).add(r).sin().requires_grad_()
-
-        def loss(x):
-            return dc.nn.functional.clip_loss(x.sin(), x.cos(), 3.0, chunk_size=2)
-
-        y = checkpoint(loss, x, use_reentrant=False, **options) if options else loss(x)
-        with mode:
-            return torch.autograd.grad(y.sin(), x)[0]
-
-    def body(r):
-        expected = gradient(r, nullcontext())
-        torch.testing.assert_close(gradient(r, FlopCounterMode(display=False)), expected)
-        for policy, options in POLICIES.items():
-            torch.testing.assert_close(gradient(r, nullcontext(), **options), expected, msg=policy)
-
-    rules(body, range(3))
-
-
+@runs_on("rules", "gloo", "mpi")
 @pytest.mark.parametrize("checked", [False, True])
-def test_a_policy_that_differs_between_ranks_decides_nothing(checked):
-    """Which ranks repeat a collective depends on no policy: every rank repeats it with its checkpoint."""
-
-    def body(r):
-        x = torch.tensor([0.3 + r, -1.2, 0.4 * r], dtype=torch.float64)
-        expected = _program_gradient(x)
-        with dc.check_mode() if checked else nullcontext():
-            for at in range(len(POLICIES)):
-                options = [*POLICIES.values()][(r + at) % len(POLICIES)]
-                torch.testing.assert_close(_program_gradient(x, **options), expected)
-
-    rules(body, range(3))
-
-
-@pytest.mark.parametrize("op", ["product", "logsumexp", "max"])
-def test_third_order_under_selective_checkpoints(op):
-    """Policies that keep what an operation inside a reduction writes, or everything but communication."""
-
-    def penalty(x, **options):
-        x = x.detach().requires_grad_()
-        layer = lambda x: dc.all_reduce(x.sin(), op) * dc.all_gather(x.exp()).square()[0]  # noqa: E731
-        y = checkpoint(layer, x, use_reentrant=False, **options) if options else layer(x)
-        g = y.square().sum()
-        for order in (2, 3):
-            (g,) = torch.autograd.grad(g, x, create_graph=True)
-            g = (g.sin() * (dc.get_rank() + order)).sum()
-        return torch.autograd.grad(g, x)[0]
-
-    def body(r):
-        x = torch.tensor([0.3 + r, -1.2, 0.4 * r], dtype=torch.float64)
-        expected = penalty(x)
-        for policy in ("save writes", "save communication", "save memory", "recompute all"):
-            torch.testing.assert_close(penalty(x, **POLICIES[policy]), expected, msg=policy)
-
-    rules(body, range(3))
-
-
-def test_modes_see_nothing_inside_a_collective():
+def test_modes_see_nothing_inside_a_collective(run, checked):
     """Also on some ranks only: they send the same messages as the others."""
     on = (0, 2)
 
-    def body(rank):
-        for case in _cases():
-            x = case.x(rank, 0)
-            expected = _gradient(case, x, rank)
+    def body(r):
+        torch.autograd.set_detect_anomaly(True, check_nan=True)  # of the process, which simulated ranks share
+        for case in CASES:
+            x, expected = case.x(r, 0), derivative(of_case(case), r, (3,))
             ops, functions = Ops(), Functions()
-            with ExitStack() as modes:
-                for mode in (ops, functions, FlopCounterMode(display=False)) if rank in on else ():
+            with ExitStack() as modes, dc.check_mode(checked):
+                for mode in (ops, functions, FlopCounterMode(display=False)) if r in on else ():
                     modes.enter_context(mode)
-                found = case.call(x, rank)
+                found = case.call(x, r)
                 inside = ops.seen, functions.seen
                 ops.seen, functions.seen = [], []
-                assert _get_current_dispatch_mode_stack()[:1] == ([ops] if rank in on else [])
-                gradient = _gradient(case, x, rank)
-            assert inside == ([], []), (case.name, case.label)
-            assert torch.equal(found, case.call(x, rank)) and torch.equal(gradient, expected), (case.name, case.label)
+                assert _get_current_dispatch_mode_stack()[:1] == ([ops] if r in on else [])
+                gradient = derivative(of_case(case), r, (3,))
+            assert inside == ([], []), case
+            assert torch.equal(found, case.call(x, r)) and torch.equal(gradient, expected), case
+        torch.autograd.set_detect_anomaly(False)
 
-    rules(body, range(3))
-
-
-class Replaces(TorchDispatchMode):
-    """Writes nothing: returns the first argument of an operation in place as it is."""
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        return args[0] if op._schema.is_mutable else op(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("checked", [False, True])
-def test_a_mode_cannot_change_what_a_collective_computes(checked):
-    def body(r):
-        xs = [torch.tensor([1.5 - r, r, -2.0 * r]), torch.arange(700_000.0).sub(r).sin()]
-        calls = [partial(dc.all_reduce, op=op) for op in ("sum", "mean", "max", "product", "logsumexp")]
-        calls += [dc.all_gather, dc.scan, dc.shift, partial(dc.all_gather, sizes="auto"), partial(dc.broadcast, src=1)]
-        for call in calls:
-            for x in xs:
-                expected = call(x)
-                with Replaces(), dc.check_mode() if checked else nullcontext():
-                    assert torch.equal(call(x), expected), call
-
-    rules(body, range(3))
+    run(body, range(N))
 
 
 def test_modes_are_restored_after_an_error():
-    with Ops() as ops, Functions() as functions:
-        with pytest.raises(KeyError), unobserved():
-            assert not is_observed()
-            torch.ones(2).add_(1)
-            raise KeyError
-        assert is_observed()
-        torch.ones(2).copy_(torch.ones(2))
-    assert ops.seen == ["aten.copy_.default"] and functions.seen == ["copy_"]
-    assert not is_observed()
-
-
-class Nothing(TorchDispatchMode):
-    """Sees no message between ranks."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert "c10d" not in function.namespace and "gather" not in str(function), function
-        return function(*args, **(kwargs or {}))
-
-
-@runs_on("rules", "gloo", "mpi")
-def test_modes_and_autograd_do_not_see_sizes_and_comparisons(run):
     def body(r):
-        x = torch.ones(r, 2, requires_grad=True)
-        torch.autograd.set_detect_anomaly(True, check_nan=True)  # of the process, which simulated ranks share
-        with dc.check_mode(), Nothing():
-            y = dc.all_gather(x, sizes="auto")
-            (y.sum() * (r + 1)).backward()
-            with torch.inference_mode():
-                dc.all_gather(x, sizes="auto")
-        torch.autograd.set_detect_anomaly(False)
-        return y.shape[0], x.grad.tolist()
+        with Ops() as ops, Functions() as functions:
+            refusal(dc.CollectiveMismatchError, dc.all_reduce, torch.ones(2 + r))
+            torch.ones(2).copy_(torch.ones(2))
+        return ops.seen[-1:], functions.seen[-1:]
 
-    assert run(body, range(3)) == [(3, [[6, 6]] * r) for r in range(3)]
+    assert rules(body, range(2)) == [(["aten.copy_.default"], ["copy_"])] * 2

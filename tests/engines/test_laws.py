@@ -83,6 +83,9 @@ def test_laws_hold(name, n):
 
 # ── planted faults ───────────────────────────────────────────────────────────────────────────────────────
 
+#: Laws, and simulated engines that break them.
+FAULTS = []
+
 
 class Faulty(LocalEngine):
     """A simulated engine with one fault, which its twins have too."""
@@ -93,255 +96,191 @@ class Faulty(LocalEngine):
         return twin
 
 
-class DoesNotFillTheOwnBlock(Faulty):
-    def exchange(self, sends, recvs, later=False):
-        return super().exchange(sends, [None if s == self.rank else b for s, b in enumerate(recvs)])
+def plant(law, **members):
+    FAULTS.append((law, type(f"Faulty_{'_'.join(members)}", (Faulty,), members)))
 
 
-class DoesNotGatherTheOwnBlock(Faulty):
-    def all_gather(self, x, row, counts, later=False):
-        parts = row.split(counts)
-        x = parts[self.rank] if x is None else x.view(-1)
-        return self.exchange(
-            *[[None if s == self.rank else b for s, b in enumerate(bs)] for bs in ([x] * self.size, parts)]
-        )
+def breaks(law, name, **members):
+    """Plant a method of this name, which is called with the right one as its second argument."""
+
+    def decorator(fault):
+        def method(engine, *arguments):
+            return fault(engine, functools.partial(getattr(LocalEngine, name), engine), *arguments)
+
+        plant(law, **{name: method}, **members)
+        return fault
+
+    return decorator
 
 
-class ScattersTheSumOfTheOthers(Faulty):
-    def reduce_scatter(self, row, counts, out, later=False):
-        super().reduce_scatter(row, counts, out)()
-        out -= row.split(counts)[self.rank].view(out.shape)
+@breaks(laws.exchange_fills_every_block, "exchange")
+def does_not_fill_its_own_block(engine, exchange, sends, recvs, *later):
+    return exchange(sends, [None if s == engine.rank else b for s, b in enumerate(recvs)])
+
+
+@breaks(laws.all_gather_gives_every_rank_all_blocks, "all_gather")
+def does_not_gather_its_own_block(engine, all_gather, x, row, counts, *later):
+    own = row.split(counts)[engine.rank]
+    before = own.clone()
+    all_gather(x, row, counts)()
+    own.copy_(before)
+    return done
+
+
+@breaks(laws.reduce_scatter_gives_every_rank_its_sum, "reduce_scatter")
+def scatters_the_sum_of_the_others(engine, reduce_scatter, row, counts, out, *later):
+    reduce_scatter(row, counts, out)()
+    out -= row.split(counts)[engine.rank].view(out.shape)
+    return done
+
+
+@breaks(laws.all_reduce_gives_every_rank_the_sum, "all_reduce")
+def drops_the_remainder(engine, all_reduce, x, y, *later):
+    parts = (x.numel() // engine.size) * engine.size
+    whole, z = x.reshape(-1)[:parts], torch.empty(parts, dtype=x.dtype)
+    all_reduce(whole, z)()
+    y.copy_(x).view(-1)[:parts] = z
+    return done
+
+
+@breaks(laws.broadcast_gives_every_rank_the_tensor_of_src, "broadcast")
+def broadcasts_from_rank_0(engine, broadcast, y, src, *later):
+    return broadcast(y, 0, *later)
+
+
+@breaks(laws.reduce_gives_dst_the_sum, "reduce")
+def reduces_to_rank_0(engine, reduce, y, dst, *later):
+    return reduce(y, 0, *later)
+
+
+def copies_in_the_wait(wait, received, recvs):
+    pairs = [(b, got) for b, got in zip(recvs, received, strict=True) if b is not None]
+    return lambda: (wait(), [b.copy_(got) for b, got in pairs])
+
+
+@breaks(laws.every_dtype_is_moved, "exchange")
+def moves_floats(engine, exchange, sends, recvs, *later):
+    sent, received = ([None if b is None else b.to(torch.float32) for b in blocks] for blocks in (sends, recvs))
+    return copies_in_the_wait(exchange(sent, received), received, recvs)
+
+
+@breaks(laws.every_number_is_summed, "reduce_scatter")
+def sums_real_parts(engine, reduce_scatter, row, counts, out, *later):
+    if not out.is_complex():
+        return reduce_scatter(row, counts, out)
+    total = torch.empty(out.shape, dtype=out.dtype.to_real())
+    reduce_scatter(row.real.contiguous(), counts, total)()
+    out.copy_(total)
+    return done
+
+
+def stacks_and_sums(order):
+    """Return a method by which every rank sums all tensors in an order that depends on rank and size, in x's dtype."""
+
+    def all_reduce(engine, x, y, *later):
+        found = y.new_empty(engine.size * y.numel())
+        engine.all_gather(x.contiguous(), found, [y.numel()] * engine.size)()
+        terms = found.view(engine.size, *y.shape)
+        y.copy_(functools.reduce(torch.add, [terms[s] for s in order(engine.rank, engine.size)]))
         return done
 
-
-class DropsTheRemainder(Faulty):
-    def all_reduce(self, x, y, later=False):
-        parts = (x.numel() // self.size) * self.size
-        whole, z = x.reshape(-1)[:parts], torch.empty(parts, dtype=x.dtype)
-        super().all_reduce(whole, z)()
-        y.copy_(x).view(-1)[:parts] = z
-        return done
+    return all_reduce
 
 
-class BroadcastsFromRank0(Faulty):
-    def broadcast(self, y, src, later=False):
-        return super().broadcast(y, 0, later)
+plant(laws.half_precisions_are_summed_in_float32, all_reduce=stacks_and_sums(lambda r, n: range(n)))
+plant(laws.all_reduce_is_bitwise_equal_on_all_ranks, all_reduce=stacks_and_sums(lambda r, n: (*range(r, n), *range(r))))
+plant(laws.default_sums_are_added_in_the_order_of_ranks, all_reduce=stacks_and_sums(lambda r, n: range(n)[::-1]))
 
 
-class ReducesToRank0(Faulty):
-    def reduce(self, y, dst, later=False):
-        return super().reduce(y, 0, later)
+@breaks(laws.an_output_may_be_an_input_where_that_is_allowed, "all_reduce")
+def clears_its_output(engine, all_reduce, x, y, *later):
+    y.zero_()
+    return all_reduce(x, y, *later)
 
 
-class MovesFloats(Faulty):
-    def exchange(self, sends, recvs, later=False):
-        landing = [None if b is None else b.to(torch.float32) for b in recvs]
-        wait = super().exchange([None if b is None else b.to(torch.float32) for b in sends], landing)
-
-        def finish():
-            wait()
-            for b, landed in zip(recvs, landing, strict=True):
-                if b is not None:
-                    b.copy_(landed)
-
-        return finish
+@breaks(laws.nothing_but_the_outputs_is_written, "reduce")
+def writes_partial_sums(engine, reduce, y, dst, *later):
+    engine.all_reduce(y, y)()
+    return done
 
 
-class SumsRealParts(Faulty):
-    def reduce_scatter(self, row, counts, out, later=False):
-        if not out.is_complex():
-            return super().reduce_scatter(row, counts, out)
-        total = torch.empty(out.shape, dtype=out.dtype.to_real())
-        super().reduce_scatter(row.real.contiguous(), counts, total)()
-        out.copy_(total)
-        return done
+@breaks(laws.nothing_but_the_outputs_is_written, "broadcast")
+def writes_before_its_output(engine, broadcast, y, src, *later):
+    if y.storage_offset():
+        y.as_strided((1,), (1,), y.storage_offset() - 1).zero_()
+    return broadcast(y, src, *later)
 
 
-class StacksAndSums(Faulty):
-    """Every rank sums all tensors in the order given by `order`, in the dtype of x."""
-
-    def order(self, terms):
-        return terms
-
-    def all_reduce(self, x, y, later=False):
-        found = y.new_empty(self.size * y.numel())
-        self.all_gather(x.contiguous(), found, [y.numel()] * self.size)()
-        first, *rest = self.order(list(found.view(self.size, *y.shape)))
-        y.copy_(first)
-        for term in rest:
-            y += term
-        return done
+@breaks(laws.all_reduce_has_read_x_when_it_returns, "all_reduce")
+def reads_late(engine, all_reduce, x, y, *later):
+    if x is y or not x.is_contiguous():
+        return all_reduce(x, y, *later)
+    found = [torch.empty_like(y) for _ in range(engine.size)]
+    wait = engine.exchange([x] * engine.size, found)
+    return lambda: (wait(), y.copy_(sum(found).to(y.dtype)))
 
 
-class SumsFromItsOwnRank(StacksAndSums):
-    def order(self, terms):
-        return terms[self.rank :] + terms[: self.rank]
+@breaks(laws.memory_is_kept_until_the_wait, "exchange")
+def gives_memory_back_at_once(engine, exchange, sends, recvs, *later):
+    lent = [None if b is None else engine.scratch.take(NEW_BYTES + b.numel(), like=b) for b in sends]
+    pairs = zip(lent, sends, strict=True)
+    copies = [None if b is None else memory[: b.numel()].view(b.shape).copy_(b) for memory, b in pairs]
+    for memory in lent:
+        if memory is not None:
+            engine.scratch.give(memory)
+    return exchange(copies, recvs, *later)
 
 
-class AddsFromTheLastRank(StacksAndSums):
-    def order(self, terms):
-        return terms[::-1]
+@breaks(laws.memory_layout_is_each_ranks_own, "all_reduce")
+def sends_more_if_not_contiguous(engine, all_reduce, x, y, *later):
+    if not x.is_contiguous():
+        engine.broadcast(torch.zeros(1), 0)()
+    return all_reduce(x, y, *later)
 
 
-class ClearsItsOutput(Faulty):
-    def all_reduce(self, x, y, later=False):
-        y.zero_()
-        return super().all_reduce(x, y, later)
+@breaks(laws.calls_without_data_need_no_data_on_other_ranks, "exchange")
+def skips_calls_without_data_of_its_own(engine, exchange, sends, recvs, *later):
+    return exchange(sends, recvs, *later) if any(b is not None and b.numel() for b in sends) else done
 
 
-class WritesPartialSums(Faulty):
-    def reduce(self, y, dst, later=False):
-        self.all_reduce(y, y)()
-        return done
+@breaks(laws.waits_may_be_called_in_any_order, "exchange")
+def waits_in_the_order_of_calls(engine, exchange, sends, recvs, *later):
+    received = [None if b is None else torch.empty_like(b) for b in recvs]
+    queue = engine.__dict__.setdefault("queue", [])
+    queue.append(copies_in_the_wait(exchange(sends, received, *later), received, recvs))
+    return lambda: queue.pop(0)()
 
 
-class WritesBeforeItsOutput(Faulty):
-    def broadcast(self, y, src, later=False):
-        wait = super().broadcast(y, src, later)
-        if y.storage_offset():
-            y.as_strided((1,), (1,), y.storage_offset() - 1).zero_()
-        return wait
+@breaks(laws.a_wait_sends_no_messages, "exchange")
+def starts_in_the_wait(engine, exchange, sends, recvs, *later):
+    return lambda: exchange(sends, recvs)()
 
 
-class ReadsLate(Faulty):
-    def all_reduce(self, x, y, later=False):
-        if x is y or not x.is_contiguous():
-            return super().all_reduce(x, y, later)
-        found = [torch.empty_like(y) for _ in range(self.size)]
-        wait = self.exchange([x] * self.size, found)
-        return lambda: (wait(), y.copy_(sum(found).to(y.dtype)))
+@breaks(laws.closing_a_twin_leaves_its_engine_as_it_was, "twin")
+def closes_its_engine(engine, right):
+    twin = right()
+    twin.close = lambda: setattr(type(engine), "ended", True)
+    return twin
 
 
-class GivesMemoryBackAtOnce(Faulty):
-    def exchange(self, sends, recvs, later=False):
-        lent = [None if b is None else self.scratch.take(NEW_BYTES + b.numel(), like=b) for b in sends]
-        places = zip(lent, sends, strict=True)
-        copies = [None if b is None else memory[: b.numel()].view(b.shape).copy_(b) for memory, b in places]
-        for memory in lent:
-            if memory is not None:
-                self.scratch.give(memory)
-        return super().exchange(copies, recvs, later)
+@breaks(laws.connect_may_be_called_again, "connect")
+def connects_from_rank_0(engine, connect, device):
+    if engine.rank == 0:
+        engine.all_reduce(torch.zeros(1), torch.zeros(1))()
 
 
-class SendsMoreIfNotContiguous(Faulty):
-    def all_reduce(self, x, y, later=False):
-        if not x.is_contiguous():
-            self.broadcast(torch.zeros(1), 0)()
-        return super().all_reduce(x, y, later)
+@breaks(laws.what_overlaps_needs_no_further_call, "all_reduce", overlaps=lambda engine, x: True)
+def blocks_until_the_other_ranks_have_called_it(engine, all_reduce, x, y, *later):
+    all_reduce(x, y)()
+    return done
 
 
-class SkipsCallsWithoutDataOfItsOwn(Faulty):
-    def exchange(self, sends, recvs, later=False):
-        if any(b is not None and b.numel() for b in sends) or self.size == 1:
-            return super().exchange(sends, recvs, later)
-        return done
-
-
-class WaitsInTheOrderOfCalls(Faulty):
-    def exchange(self, sends, recvs, later=False):
-        received = [None if b is None else torch.empty_like(b) for b in recvs]
-        wait = super().exchange(sends, received, later)
-
-        def first():
-            wait()
-            for into, block in zip(recvs, received, strict=True):
-                if into is not None:
-                    into.copy_(block)
-
-        queue = self.__dict__.setdefault("queue", [])
-        queue.append(first)
-        return lambda: queue.pop(0)()
-
-
-class StartsInTheWait(Faulty):
-    def exchange(self, sends, recvs, later=False):
-        return lambda: LocalEngine.exchange(self, sends, recvs)()
-
-
-class IsItsOwnTwin(Faulty):
-    def twin(self):
-        return self
-
-
-class ClosesItself(Faulty):
-    closed = False
-    ended = property(lambda self: self.closed)
-
-    def twin(self):
-        twin = super().twin()
-        twin.close = lambda: setattr(self, "closed", True)
-        return twin
-
-
-class HasAlwaysEnded(Faulty):
-    ended = True
-
-
-class ConnectsFromRank0(Faulty):
-    def connect(self, device):
-        if self.rank == 0:
-            self.all_reduce(torch.zeros(1), torch.zeros(1))()
-
-
-class ControlsFromWhereItMovesNothing(Faulty):
-    devices = ("cuda",)
-
-
-class ControlsInAnotherOrder(Faulty):
-    def control(self):
-        return resolve(new_group([*range(self.size)][::-1]), "test")
-
-
-class IsSmallByRank(Faulty):
-    def small(self, device):
-        return self.rank
-
-
-class OverlapsByLayout(Faulty):
-    def overlaps(self, x):
-        return x.is_contiguous()
-
-
-class SaysThatItOverlaps(Faulty):
-    def all_reduce(self, x, y, later=False):
-        super().all_reduce(x, y, later)()  # blocks until the other ranks have called it
-        return done
-
-    def overlaps(self, x):
-        return True
-
-
-FAULTS = [
-    (laws.exchange_fills_every_block, DoesNotFillTheOwnBlock),
-    (laws.all_gather_gives_every_rank_all_blocks, DoesNotGatherTheOwnBlock),
-    (laws.reduce_scatter_gives_every_rank_its_sum, ScattersTheSumOfTheOthers),
-    (laws.all_reduce_gives_every_rank_the_sum, DropsTheRemainder),
-    (laws.broadcast_gives_every_rank_the_tensor_of_src, BroadcastsFromRank0),
-    (laws.reduce_gives_dst_the_sum, ReducesToRank0),
-    (laws.every_dtype_is_moved, MovesFloats),
-    (laws.every_number_is_summed, SumsRealParts),
-    (laws.half_precisions_are_summed_in_float32, StacksAndSums),
-    (laws.all_reduce_is_bitwise_equal_on_all_ranks, SumsFromItsOwnRank),
-    (laws.default_sums_are_added_in_the_order_of_ranks, AddsFromTheLastRank),
-    (laws.an_output_may_be_an_input_where_that_is_allowed, ClearsItsOutput),
-    (laws.nothing_but_the_outputs_is_written, WritesPartialSums),
-    (laws.nothing_but_the_outputs_is_written, WritesBeforeItsOutput),
-    (laws.all_reduce_has_read_x_when_it_returns, ReadsLate),
-    (laws.memory_is_kept_until_the_wait, GivesMemoryBackAtOnce),
-    (laws.memory_layout_is_each_ranks_own, SendsMoreIfNotContiguous),
-    (laws.calls_without_data_need_no_data_on_other_ranks, SkipsCallsWithoutDataOfItsOwn),
-    (laws.waits_may_be_called_in_any_order, WaitsInTheOrderOfCalls),
-    (laws.a_wait_sends_no_messages, StartsInTheWait),
-    (laws.a_twin_has_the_same_ranks_and_messages_of_its_own, IsItsOwnTwin),
-    (laws.closing_a_twin_leaves_its_engine_as_it_was, ClosesItself),
-    (laws.a_group_has_ended_when_its_backend_has_destroyed_it, HasAlwaysEnded),
-    (laws.connect_may_be_called_again, ConnectsFromRank0),
-    (laws.control_device_is_one_that_the_engine_moves, ControlsFromWhereItMovesNothing),
-    (laws.control_has_the_same_ranks, ControlsInAnotherOrder),
-    (laws.small_is_equal_on_all_ranks, IsSmallByRank),
-    (laws.overlaps_is_equal_on_all_ranks, OverlapsByLayout),
-    (laws.what_overlaps_needs_no_further_call, SaysThatItOverlaps),
-]
+plant(laws.a_twin_has_the_same_ranks_and_messages_of_its_own, twin=lambda engine: engine)
+plant(laws.a_group_has_ended_when_its_backend_has_destroyed_it, ended=True)
+plant(laws.control_device_is_one_that_the_engine_moves, devices=("cuda",))
+plant(laws.control_has_the_same_ranks, control=lambda engine: resolve(new_group([2, 1, 0]), "test"))
+plant(laws.small_is_equal_on_all_ranks, small=lambda engine, device: engine.rank)
+plant(laws.overlaps_is_equal_on_all_ranks, overlaps=lambda engine, x: x.is_contiguous())
 
 
 @pytest.mark.parametrize(("law", "fault"), FAULTS, ids=lambda o: o.__name__)
@@ -364,4 +303,3 @@ def test_a_planted_fault_is_detected(law, fault):
 def test_every_law_has_a_planted_fault():
     of_one_thread = {laws.a_wait_may_be_called_in_another_thread}  # which simulated ranks are
     assert {law for law, _ in FAULTS} == set(laws.ALL) - of_one_thread
-    assert len(set(laws.ALL)) == len(laws.ALL)

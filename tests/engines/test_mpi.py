@@ -4,22 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
-from pathlib import Path
 
-import laws
 import pytest
 import runs
 import torch
 import torch.distributed as dist
-from mpi_ranks import SETTINGS
-from runs import ROOT, new_group, refusal
+from mpi_ranks import MPIEXEC, SETTINGS
 from runs import mpi as on_mpi
+from runs import new_group, refusal
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
-from diffcoll.engines import messages, mpi
+from diffcoll.engines import mpi
 
 spawned = partial(runs.spawned, backend="mpi")  # where a test changes a module or its surroundings
 N = 3
@@ -119,37 +116,9 @@ def test_with_the_users_messages_and_gloo_in_the_same_program(tmp_path):
     assert on_mpi(body, range(2)) == [([1], 3, "from 1", 40, 55), ([0], 3, "from 0", 40, 11 * 13)]
 
 
-def test_memory_that_mpi_cannot_read_is_copied_to_the_cpu():
-    """The code path of CUDA tensors, on CPU tensors: messages of copies, and no collectives of MPI."""
-
+def test_whether_mpi_reads_cuda_memory():
     def body(r):
-        engine, landed, on_cpu = resolve(None, "test"), [], messages._on_cpu
-        mpi.MpiEngine.reaches = lambda self, x: False
-        mpi.MpiEngine._call = lambda self, *call: pytest.fail(f"{call[0]} of memory that MPI cannot reach")
-        messages._on_cpu = lambda t: landed.append(t) or on_cpu(t)
-        for primitive in (*laws.MOVES, *laws.SUMS):
-            for got, expected in laws.outcome(primitive, engine, laws.Data(numel=1 << 14)):
-                assert torch.equal(got, expected)
-        return len(landed) > 0
-
-    assert spawned(body, range(2)) == [True] * 2
-
-
-def test_a_package_may_register_its_device_after_the_first_call():
-    def body(r):
-        dc.all_reduce(torch.ones(1))
-        engine = resolve(None, "test")
-        before = engine.devices
-        torch.accelerator.current_accelerator = lambda: torch.device("xpu")
-        return before, engine.devices
-
-    assert spawned(body, range(2)) == [(("cpu", "cuda"), ("cpu", "cuda", "xpu"))] * 2
-
-
-def test_whether_mpi_reads_cuda_memory(monkeypatch):
-    def body(r):
-        text = r"diffcoll: this MPI library does not report that it reads CUDA memory, .* set DIFFCOLL_MPI_CUDA=1"
-        with pytest.warns(UserWarning, match=text):
+        with pytest.warns(UserWarning, match="DIFFCOLL_MPI_CUDA"):
             assert not mpi.reads_cuda()  # the MPI wheel reports no CUDA support
         mpi.reads_cuda()  # warns once
         mpi.reads_cuda.cache_clear()
@@ -162,24 +131,6 @@ def test_whether_mpi_reads_cuda_memory(monkeypatch):
 # ── programs under mpiexec ───────────────────────────────────────────────────────────────────────────────
 
 
-def launch(program, n=2, timeout=60, interrupt=""):
-    """Run a program under mpiexec; `interrupt`: send Ctrl-C when it prints that."""
-    mpiexec = Path(sys.executable).parent / "mpiexec"
-    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [str(mpiexec), "-n", str(n), sys.executable, "-c", program]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        said = ""
-        if interrupt:
-            while interrupt not in said:
-                said += process.stdout.readline()
-            process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    return process.returncode, said + out, err
-
-
 START = """
 import time
 from mpi4py import MPI
@@ -190,64 +141,58 @@ y = dc.all_reduce(x, group=comm)
 """
 
 
+def launch(program, n=2, interrupt=""):
+    """Run a program under mpiexec; `interrupt`: send Ctrl-C when it prints that. Return its status and output."""
+    command = [MPIEXEC, "-n", str(n), sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env={**os.environ, **SETTINGS})
+    try:
+        said = ""
+        while interrupt not in said:
+            said += process.stdout.readline()
+        if interrupt:
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, said + out, err
+
+
 def test_a_job_ends():
     code, out, err = launch(START + "y.backward(); print(f'{y.item()} {x.grad.item()}\\n', end='', flush=True)")
     assert (code, err) == (0, "")
     assert out.split() == ["3.0", "2.0"] * 2
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_on_one_rank_ends_the_job(where):
-    raising = "if comm.rank == 1: raise KeyError('no such sample')\n"
-    rest = {"forward": raising + "dc.all_reduce(x, group=comm)", "backward": raising + "y.backward()"}[where]
-    start = time.monotonic()
-    code, _, err = launch(START + rest)
+def test_an_exception_on_one_rank_ends_the_job():
+    code, _, err = launch(START + "if comm.rank == 1: raise KeyError('no such sample')\ny.backward()")
     assert code != 0
-    assert time.monotonic() - start < 30
-    assert "KeyError: 'no such sample'" in err
-    assert "diffcoll: rank 1 of 2: the other ranks may wait for this one, so it ends the job (MPI_Abort)" in err
+    assert "KeyError: 'no such sample'" in err and "diffcoll: rank 1 of 2" in err
 
 
 def test_ctrl_c_ends_the_job():
     rest = "print('waiting', flush=True)\nif comm.rank == 0: time.sleep(100)\ndc.all_reduce(x, group=comm)"
-    start = time.monotonic()
-    code, _, _ = launch(START + rest, interrupt="waiting")
+    code, *_ = launch(START + rest, interrupt="waiting")
     assert code != 0
-    assert time.monotonic() - start < 30
-
-
-def test_launched_without_a_group():
-    code, _, err = launch("import torch, diffcoll as dc\ndc.all_reduce(torch.ones(1))")
-    assert code != 0
-    assert "_SIZE=2 says that 2 processes were launched, but no group connects them" in err
-    assert "init_process_group()" in err
-    assert "MPI.COMM_WORLD" in err
 
 
 def test_an_mpi_for_one_thread():
-    program = "import mpi4py; mpi4py.rc.thread_level = 'funneled'\n" + START
-    code, _, err = launch(program, n=1)
+    code, _, err = launch("import mpi4py; mpi4py.rc.thread_level = 'funneled'\n" + START, n=1)
     assert code != 0
-    assert "ValueError: all_reduce: group: got a communicator of an MPI that was set up for one thread" in err
-    assert "mpi4py.rc.thread_level = 'multiple'" in err
+    assert "ValueError: all_reduce: group: " in err
 
 
-def test_a_communicator_after_mpi_was_finalized():
-    """Also one on which collectives were called before: MPI would end the job without a traceback."""
-    program = (
-        START
-        + """
-del x, y
+FINALIZED = """
 MPI.Finalize()
 for collective in (dc.all_reduce, dc.all_gather, dc.reduce_scatter):
     try:
         collective(torch.ones(2), group=comm)
-    except ValueError as error:
-        print(error, flush=True)
+    except ValueError:
+        print("refused", flush=True)
 """
-    )
-    code, out, err = launch(program, n=2)
+
+
+def test_a_communicator_after_mpi_was_finalized():
+    """Also one on which collectives were called before: MPI would end the job without a traceback."""
+    code, out, err = launch(START + FINALIZED)
     assert code == 0, err
-    for name in ("all_reduce", "all_gather", "reduce_scatter"):
-        text = f"{name}: group: got a communicator after MPI_Finalize(); use it before"
-        assert out.count(text) == 2
+    assert out.split() == ["refused"] * 6
