@@ -3,6 +3,7 @@
 import pickle
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -152,6 +153,32 @@ def test_modules_that_are_made_anew():
     with pytest.raises(ValueError, match=r"up.weight: .*which may be Shard\(0\) on tp or Shard\(0\) on dp"):
         matches(mlp("", {"dp": 2, "tp": 2}))
     matches(mlp("", {"dp": 2, "tp": 2}, placements=more))
+
+
+class Gated(nn.Module):
+    """The first half of the features is a gate; a rank has its part of both halves."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        n = dc.get_world_size(group) if group else 1
+        self.group, self.up, self.down = group, nn.Linear(3, 8 // n).double(), nn.Linear(4 // n, 3, bias=False).double()
+
+    def forward(self, x):
+        gate, up = self.up(dc.sum_gradients(x, group=self.group) if self.group else x).chunk(2, -1)
+        y = self.down(gate.sigmoid() * up)
+        return dc.all_reduce(y, grad_placement="replicate", group=self.group) if self.group else y
+
+
+def test_a_layout_that_shapes_do_not_show():
+    """A program that is right is not called wrong, but wrong on the layout that its shapes say."""
+
+    def halves(whole, at):
+        return torch.cat([half.chunk(2)[at["tp"]] for half in whole.chunk(2)])
+
+    program = partial(sharded, lambda whole, mesh: Gated(mesh.get_group()), {"tp": 2}, Gated(), numbers(6, 3))
+    report = differs(program())
+    assert "anew" in report.condition and report.condition in str(report)
+    matches(program(placements={"up.*": halves}))
 
 
 # ── wrong arguments ──────────────────────────────────────────────────────────────────────────────────────
