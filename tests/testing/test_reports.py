@@ -311,7 +311,6 @@ WRONG = {
     "a list as module": ({"module": [torch.ones(2)]}, "module"),
     "unused module": ({"module": nn.Linear(2, 2), "single": lambda m, x: value(x)}, "module"),
     "hooks": ({"module": hooked()}, "module"),
-    "lazy": ({"module": nn.LazyLinear(2)}, "module"),
     "not finite": ({"single": lambda x: value(x).log()}, "single"),
     "no gradient": ({"single": lambda x: ((x - x) ** 2).sum().sqrt() + value(x)}, "single"),
     "not a function": ({"distributed": 3}, "distributed"),

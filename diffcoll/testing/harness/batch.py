@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,12 +72,11 @@ class Batch:
     def _refuse_equal(self, index: Mapping[str, list[Tensor]], ranks: Ranks) -> None:
         """Raise if two ranks along an axis have the same rows of all that is divided, or permuted or mirrored ones."""
         for axis in ranks.sizes:
-            divided = [name for name, each in index.items() if axis in split_axes([[i] for i in each], ranks)]
+            divided = [name for name, each in index.items() if axis in split_axes(each, ranks)]
             flat = {name: self.tensors[name].detach().flatten() for name in divided}
             parts = [{name: x[index[name][r]] for name, x in flat.items()} for r in range(ranks.size)]
-            for r, mine in enumerate(parts):
-                others = {s: parts[s] for s in ranks.along([axis], r) if s < r}
-                refuse_equal(NAME, "batch", r, mine, others, permuted=axis == RANKS)
+            for peers in {tuple(ranks.along([axis], r)) for r in range(ranks.size)}:
+                refuse_equal(NAME, "batch", {r: parts[r] for r in peers}, permuted=axis == RANKS)
 
     def counts(self, index: Mapping[str, list[Tensor]]) -> dict[str, list[int]]:
         """Return numbers of each rank's part that a loss may divide by, in words."""
@@ -122,9 +122,25 @@ def _hides_tensors(leaf: Any) -> bool:
     return not isinstance(leaf, Tensor) and any(isinstance(x, Tensor) for x in held)
 
 
+def refuse_equal(name: str, argument: str, parts: Mapping[int, Mapping[str, Tensor]], permuted: bool = False) -> None:
+    """Raise if a rank has the rows of another one, as far as both have any, or the same rows in another order."""
+    for (r, mine), (s, theirs) in itertools.combinations(parts.items(), 2):
+        each = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
+        pairs = [
+            (a, b) for a, b in each if a.numel() and b.numel() and (a.dim(), a.shape[1:]) == (b.dim(), b.shape[1:])
+        ]
+        same = bool(pairs) and all(_same_rows(a, b) for a, b in pairs)
+        moved = permuted and any(differentiable(a) and not _same_rows(a, b) for a, b in pairs)
+        if same or (moved and all(_same_but_for_order(a, b) for a, b in pairs)):
+            what = "numbers" if same else "rows, in another order or mirrored,"
+            got = f"the same {what} of {', '.join(mine)} on ranks {r} and {s}"
+            expected = "different ones on every rank, since equal ranks hide wrong gradients"
+            raise ValueError(message(name, argument, got, expected, "pass random numbers"))
+
+
 def _same_rows(a: Tensor, b: Tensor) -> bool:
     rows = min(len(a), len(b)) if a.dim() else None
-    return torch.equal(a[:rows], b[:rows]) if rows is not None else torch.equal(a, b)
+    return torch.equal(a, b) if rows is None else torch.equal(a[:rows], b[:rows])
 
 
 def _same_but_for_order(a: Tensor, b: Tensor) -> bool:
@@ -136,26 +152,3 @@ def _same_but_for_order(a: Tensor, b: Tensor) -> bool:
         return sorted(rows)
 
     return a.shape == b.shape and a.dim() > 0 and ordered(b) in (ordered(a), ordered(-1.0 * a))
-
-
-def refuse_equal(
-    name: str,
-    argument: str,
-    rank: int,
-    mine: Mapping[str, Tensor],
-    others: Mapping[int, Mapping[str, Tensor]],
-    permuted: bool = False,
-) -> None:
-    """Raise if a rank has the rows of another one, as far as both have any, or the same rows in another order."""
-    for other, theirs in others.items():
-        each = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
-        pairs = [
-            (a, b) for a, b in each if a.numel() and b.numel() and (a.dim(), a.shape[1:]) == (b.dim(), b.shape[1:])
-        ]
-        same = bool(pairs) and all(_same_rows(a, b) for a, b in pairs)
-        moved = permuted and any(differentiable(a) and not _same_rows(a, b) for a, b in pairs)
-        if same or (moved and all(_same_but_for_order(a, b) for a, b in pairs)):
-            what = "numbers" if same else "rows, in another order or mirrored,"
-            got = f"the same {what} of {', '.join(mine)} on ranks {other} and {rank}"
-            expected = "different ones on every rank, since equal ranks hide wrong gradients"
-            raise ValueError(message(name, argument, got, expected, "pass random numbers"))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from diffcoll.core.errors import is_users_file, message
@@ -94,23 +93,16 @@ def _reduce(obj: Any) -> Any:
     if type(obj) in _LOCKS:
         return _LOCKS[type(obj)], ()
     if type(obj) is weakref.ref:
-        return weakref.ref, (obj() if obj() is not None else _Gone(),)
+        return weakref.ref, (set() if obj() is None else obj(),)  # the set is collected at once
     return NotImplemented
 
 
-class _Gone:
-    """What a dead reference refers to: it is collected at once."""
-
-
 def _refuse(name: str, module: Any) -> None:
-    """Raise if a tensor has no numbers yet, or a parameter has hooks, which copies have not."""
+    """Raise if a parameter has hooks, which copies have not."""
     if not isinstance(module, nn.Module):
         raise TypeError(message(name, "module", type(module).__name__, "an nn.Module"))
-    for which, x in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(x):
-            got, expected = f"a lazy module, whose {which} has no numbers yet", "the same numbers on all ranks"
-            raise ValueError(message(name, "module", got, expected, "call the module once before"))
-        if isinstance(x, nn.Parameter) and has_hooks(x):
+    for which, p in module.named_parameters():
+        if has_hooks(p):
             got, expected = f"parameter {which} with hooks on its gradient", "none, since copies have no such hooks"
             raise ValueError(message(name, "module", got, expected, "register them in the function, or in shard"))
 

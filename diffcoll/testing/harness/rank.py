@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from diffcoll.engines.rank_state import seed_rank
 from diffcoll.engines.simulated.group import LostGradientWarning
 from diffcoll.testing.failures import RanksFailedError
 from diffcoll.testing.harness.cuts import Cuts, Detaches, recorded
-from diffcoll.testing.harness.layout import NAME, Code, FreshIsNan, Held, Ranks, fill, held_on_rank, local, tensors_of
+from diffcoll.testing.harness.layout import NAME, FreshIsNan, Held, Ranks, filled, held_on_rank, local, spans
 from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.harness.submodules import Traces, traced
 from diffcoll.testing.numbers import differentiable, numbers, real_inner
@@ -52,7 +51,9 @@ class Machines:
     def run(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: int = 0) -> list[Any]:
         """Run fn once per rank, on simulated ranks or on processes with a backend."""
         if kind == "simulated":
-            return simulate(partial(_without_warnings, fn), *per_rank, seed=seed)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", LostGradientWarning)  # the report names them
+                return simulate(fn, *per_rank, seed=seed)
         rows = list(zip(*per_rank, strict=True))
         key = kind, len(rows)
         if key not in self._processes:
@@ -67,13 +68,6 @@ class Machines:
         """End the processes."""
         for processes in self._processes.values():
             processes.close()
-
-
-def _without_warnings(fn: Callable[..., Any], *arguments: Any) -> Any:
-    """Call fn without warnings of lost gradients, which the report names."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LostGradientWarning)
-        return fn(*arguments)
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ class Measured:
     outputs: list[Tensor]
     #: Which outputs have a graph.
     has_graph: list[bool]
-    #: The gradients of the inputs, followed by those of the module's tensors in the order of `tensors_of`.
+    #: The gradients of the inputs, followed by those of the module's tensors in the order of `spans`.
     gradients: list[Tensor]
     #: The same of second order.
     second: list[Tensor]
@@ -139,24 +133,14 @@ def weight_of(i: int, outputs: Sequence[Tensor], stream: int = 0) -> Tensor | No
     return numbers(tuple(y.shape), y.dtype, i, stream, WEIGHTS)
 
 
-def layout_on_rank(packed: Packed, ranks: Ranks, code: Code) -> list[Held]:
-    """Shard copies of the module that are filled with positions, and return what this rank holds."""
-    values: list[list[Tensor]] = []
-    module = nn.Module()
-    for step in range(code.digits):
-        subject = packed.unpack()
-        assert subject.module is not None
-        fill(subject.module, code, step)
-        with FreshIsNan():
-            module = sharded(subject, ranks)
-        values.append([_double(local(x)) for _, _, x in tensors_of(module)])
-    return held_on_rank(module, [code.read(each) for each in zip(*values, strict=True)])
-
-
-def _double(x: Tensor) -> Tensor:
-    if x.is_meta or x.is_complex() or x.layout != torch.strided:
-        return torch.full(x.shape, torch.nan, dtype=torch.double)
-    return x.cpu().double()
+def layout_on_rank(packed: Packed, ranks: Ranks, with_positions: bool) -> list[Held]:
+    """Shard a copy of the module whose numbers are their positions, and return what this rank holds."""
+    subject = packed.unpack()
+    assert subject.module is not None
+    total = filled(subject.module) if with_positions else 0
+    with FreshIsNan():
+        module = sharded(subject, ranks)
+    return held_on_rank(module, total)
 
 
 def sharded(subject: Subject, ranks: Ranks) -> nn.Module:
@@ -177,13 +161,13 @@ def measured(packed: Packed, task: Task) -> Measured:
     with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
         subject = packed.unpack()
         module = None if subject.module is None else sharded(subject, task.ranks)
-        inputs, named = leaves_of(task.part), [] if module is None else [x[1:] for x in tensors_of(module)]
-        tensors = [*inputs, *(x for _, x in named)]
+        inputs, named = leaves_of(task.part), [] if module is None else spans(module)
+        tensors = [*inputs, *(span.tensor for span in named)]
         with torch.no_grad():
-            for name, x in named:
-                x.grad = None
-                if name in task.write:
-                    local(x).copy_(task.write[name])
+            for span in named:
+                span.tensor.grad = None
+                if span.name in task.write:
+                    local(span.tensor).copy_(task.write[span.name])
             for k, v in task.directions.items() if task.move else ():
                 local(tensors[k]).add_(task.move * v.to(local(tensors[k])))
             for x in filter(differentiable, tensors) if task.jitter else ():
@@ -325,23 +309,18 @@ def objective(weights: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> Te
     return torch.stack([t.to(terms[0]) for t in terms]).sum() if terms else torch.zeros(())
 
 
-def _others(total: Tensor, known: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
-    """Return the leaf tensors that the loss depends on and that are neither inputs nor parameters, with gradients."""
+def _others(total: Tensor, known: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
+    """Return the leaf tensors that the loss depends on and that are neither inputs nor parameters."""
     ids = set(map(id, known))
-    found = [leaf for leaf in leaves_of_graph(total) if id(leaf) not in ids] if total.requires_grad else []
-    return [(weakref.ref(leaf), leaf.grad) for leaf in found]
+    return [weakref.ref(leaf) for leaf in leaves_of_graph(total) if id(leaf) not in ids] if total.requires_grad else []
 
 
-def _refuse_others(others: Sequence[tuple[weakref.ref[Tensor], Tensor | None]]) -> None:
+def _refuse_others(others: Sequence[weakref.ref[Tensor]]) -> None:
     """Raise if there are leaves whose gradients nothing checks; those of the function are gone with the graph."""
-    if all(ref() is None for ref, _ in others):
-        return
-    gc.collect()  # what is in a cycle; it takes tenths of a second in a large program
-    left = [(leaf, grad) for ref, grad in others if (leaf := ref()) is not None]
-    for leaf, grad in left:
-        leaf.grad = grad
-    if left:
-        shapes = ", ".join(f"{type(leaf).__name__} of shape {tuple(leaf.shape)}" for leaf, _ in left)
+    if any(ref() is not None for ref in others):
+        gc.collect()  # what is in a cycle; it takes tenths of a second in a large program
+    if left := [leaf for ref in others if (leaf := ref()) is not None]:
+        shapes = ", ".join(f"{type(leaf).__name__} of shape {tuple(leaf.shape)}" for leaf in left)
         got, expected = f"a function that uses a {shapes} that requires a gradient", "only those of the module"
         remedy = "others are not checked: pass it by module=, or call requires_grad_(False)"
         raise ValueError(message(NAME, "module", got, expected, remedy))
