@@ -88,8 +88,6 @@ class Batch:
                 found[f"rows of {name}"] = [len(part) for part in parts]
             if bool(((x == 0) | (x == 1)).all()):
                 found[f"ones of {name}"] = [int((part != 0).sum()) for part in parts]
-            elif not differentiable(x):
-                found[f"labels of {name} that are not negative"] = [int((part >= 0).sum()) for part in parts]
         return {words: k for words, k in found.items() if len(set(k)) > 1}
 
 

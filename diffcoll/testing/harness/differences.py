@@ -24,7 +24,16 @@ from diffcoll.core.errors import message
 from diffcoll.testing.harness.batch import Batch, refuse_equal
 from diffcoll.testing.harness.compare import SMALL, Piece, Quantity, multiple
 from diffcoll.testing.harness.cuts import of_all_ranks
-from diffcoll.testing.harness.layout import RANKS, Placement, Ranks, parsed_placements, partial_axes, said_of, spans
+from diffcoll.testing.harness.layout import (
+    RANKS,
+    Placement,
+    Ranks,
+    parsed_placements,
+    partial_axes,
+    refuse_unknown,
+    said_of,
+    spans,
+)
 from diffcoll.testing.harness.packing import Packed
 from diffcoll.testing.harness.rank import DIRECTIONS, STEPS, Machines, Measured, Task, leaves_of, losses_along, measured
 from diffcoll.testing.harness.report import Report, Table, ratio_in_words, title_of, together
@@ -155,8 +164,7 @@ class Checking:
         for key, said in by_axis.items():
             if not isinstance(said[RANKS], Replicate if key == "output" else (Replicate, Partial)):
                 raise TypeError(message(_NAME, f"placements[{key!r}]", repr(said[RANKS]), "Replicate() or Partial()"))
-            if not any(said_of({key: said}, name) for name in known):
-                raise ValueError(message(_NAME, "placements", repr(key), f"one of {', '.join(known)}"))
+        refuse_unknown(_NAME, by_axis, known)
         found = {name: said for name in known if (said := said_of(by_axis, name)) is not None}
         for name in found.keys() & set(self._inputs):
             if any(not near(batch.tensors[name], batches[0].tensors[name]) for batch in batches):
@@ -168,7 +176,7 @@ class Checking:
         """Check on each kind of ranks, until one is wrong."""
         report, n = Report(_NAME, ()), self._ranks.size
         for self._kind in on:
-            self._measured = self._measure() if self._order == 1 else self._twice(order=2)
+            self._measured = self._measure() if self._order == 1 else self._twice()
             self._differences = self._along_directions()
             self._refuse_nothing()
             found = [*self._outputs(), *self._first_order(self._measured)]
@@ -350,7 +358,6 @@ class Checking:
         if n > 6 or self._names[leaf] in self._said or len({mine[leaf].shape for mine in self._leaves}) > 1:
             return  # else the directions are the same on all ranks
         by_rank = total.view(n, -1)
-        yield "the sum of all ranks' gradients on every rank", by_rank.sum(0).repeat(n)
         for order in itertools.permutations(range(n)):
             words = ", ".join(f"rank {r} has that of rank {s}" for r, s in enumerate(order) if r != s)
             yield words, by_rank[list(order)].flatten()

@@ -197,7 +197,7 @@ class _Wrong:
     def _reduced(self, q: Quantity) -> str | None:
         """Say which other reduction over ranks makes it right."""
         free = self.ranks.axes
-        for axes in itertools.chain(*(itertools.combinations(free, k) for k in range(len(free) + 1))):
+        for axes in itertools.chain(*(itertools.combinations(free, k) for k in range(1, len(free) + 1))):
             if q.group == "state" or q.wanted.numel() < 2 or set(axes) == set(q.axes).intersection(free):
                 continue
             averaged = [a for a in axes if self.setting.reduction.get(a) == "mean" and a in q.axes]
@@ -205,11 +205,9 @@ class _Wrong:
             ratio = q.ratio(q.combined(axes, factor)) or 0.0
             more = [a for a in axes if a not in averaged]
             mean = math.isclose(ratio, math.prod(self.ranks.sizes[a] for a in more), rel_tol=1e-6)
-            if math.isclose(ratio, 1, rel_tol=1e-6) or (more and mean):
-                how = "a sum" if more and not mean else "a mean"
-                return (
-                    f"right after {how} over {' and '.join(map(_axis, axes))}" if axes else "right as each rank has it"
-                )
+            if mean or math.isclose(ratio, 1, rel_tol=1e-6):
+                how = "a mean" if mean else "a sum"
+                return f"right after {how} over {' and '.join(map(_axis, axes))}"
         return None
 
     def _weighted(self, q: Quantity) -> str | None:
@@ -315,7 +313,7 @@ class _Wrong:
             whole = self.matching.whole(self.batch, watched=True).traces
             means = [self.ranks.sizes[a] for a, how in self.setting.reduction.items() if how == "mean"]
             factors = [1.0, float(math.prod(means))]
-            tensors = {span.name: span.tensor.detach() for span in self.setting.spans}
+            tensors = {span.name: span.tensor.detach().cpu() for span in self.setting.spans}
             yield from first_differences(whole, [m.traces for m in self._watched], self.ranks, factors, tensors)
 
     def _of_forward(self) -> Iterator[str]:

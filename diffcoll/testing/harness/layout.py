@@ -1,8 +1,8 @@
 """Which numbers of a whole tensor each rank holds: their flat positions, in the shape of what the rank has.
 
-The positions of a batch are those of the placements that the user states. Those of a module are found: a copy of it is
-filled with consecutive integers, the user's function shards the copy, and the integers that a rank then has say which
-numbers of which tensor they are, whatever the function has cut, merged, interleaved, padded or renamed.
+The positions of a batch are those of the placements that the user states. Those of a module are found: a float64 copy
+of it is filled with consecutive integers, the user's function shards the copy, and the integers that a rank then has
+say which numbers of which tensor they are, whatever the function has cut, merged, interleaved, padded or renamed.
 """
 
 from __future__ import annotations
@@ -153,6 +153,13 @@ def said_of(placements: Mapping[str, Placement], name: str) -> Placement | None:
         if key in placements:
             return placements[key]
     return next((said for key, said in placements.items() if fnmatchcase(name, key.replace("[", "[[]"))), None)
+
+
+def refuse_unknown(operation: str, placements: Mapping[str, Placement], known: Sequence[str]) -> None:
+    """Raise if a placement is of no tensor that is known."""
+    for key in placements:
+        if not any(said_of({key: key}, name) for name in known):
+            raise ValueError(message(operation, "placements", repr(key), f"one of {', '.join(known)}"))
 
 
 def partial_axes(said: Placement | None) -> tuple[str, ...]:
@@ -401,11 +408,6 @@ def local(x: Any) -> Tensor:
 
     found: Tensor = x.detach()
     return found.to_local() if isinstance(found, DTensor) else found
-
-
-def held_whole(each: Sequence[Span]) -> list[Held]:
-    """Return what a rank holds that has the whole module."""
-    return [Held(s.name, torch.arange(s.start, s.end).view(s.tensor.shape), first=s.first) for s in each]
 
 
 def held_on_rank(module: nn.Module, total: int) -> list[Held]:

@@ -22,7 +22,7 @@ from diffcoll.testing.harness.layout import (
     Held,
     Ranks,
     Span,
-    held_whole,
+    refuse_unknown,
     said_of,
     settled,
     settled_output,
@@ -100,11 +100,12 @@ class Matching:
 
     def whole(self, batch: Batch, **more: Any) -> Measured:
         """Measure the whole batch on one process."""
-        directions = self._directions(batch) if self.asked.order > 1 else {}
-        return self.on_one(batch.part(), order=self.asked.order, directions=directions, **more)
+        return self.on_one(batch.part(), directions=self._directions(batch), **more)
 
     def _directions(self, batch: Batch) -> dict[int, Tensor]:
-        """Return random directions of the tensors of one process."""
+        """Return random directions of the tensors of one process, for second order."""
+        if self.asked.order == 1:
+            return {}
         tensors = [batch.tensors[name] for name in batch.variables]
         tensors += [span.tensor if span.first else torch.tensor(0) for span in self.spans]
         each = enumerate(tensors)
@@ -157,15 +158,16 @@ class Matching:
         reduction = self._reduction(ranks, index)
         whole = self.whole(batch)
         self._refuse_nothing(batch, whole)
-        self._refuse_unused(batch, whole)
+        outputs = ["output", *(f"output[{i}]" for i in range(len(whole.outputs)))]
+        refuse_unknown(NAME, asked.placements, [*batch.tensors, *(span.name for span in self.spans), *outputs])
         held, notes = self._held(on, ranks)
         written = [{h.name: h.write for h in mine if h.write is not None} for mine in held]
         parts = [batch.part({name: i[r] for name, i in index.items()}) for r in range(ranks.size)]
         tasks = [Task(ranks, part, write) for part, write in zip(parts, written, strict=True)]
-        outputs = self._outputs(on, ranks, whole, tasks)
+        fits = self._outputs(on, ranks, whole, tasks)
         tensors = [*batch.tensors.values(), *(span.tensor for span in self.spans), *whole.outputs]
         tolerance = asked.tolerance or tolerance_of(tensors)
-        found = Setting(ranks, batch, index, whole, reduction, asked, outputs, self.spans, held, notes, tolerance)
+        found = Setting(ranks, batch, index, whole, reduction, asked, fits, self.spans, held, notes, tolerance)
         tasks = [self._weighted(task, found, r) for r, task in enumerate(tasks)]
         return self._settings.setdefault(str(ranks), replace(found, tasks=tasks))
 
@@ -187,19 +189,12 @@ class Matching:
             raise ValueError(message(NAME, "order", got, expected))
         return found
 
-    def _refuse_unused(self, batch: Batch, whole: Measured) -> None:
-        """Raise if a placement is of nothing."""
-        outputs = ["output", *(f"output[{i}]" for i in range(len(whole.outputs)))]
-        known = [*batch.tensors, *(span.name for span in self.spans), *outputs]
-        for key in self.asked.placements:
-            if not any(said_of({key: key}, name) for name in known):
-                raise ValueError(message(NAME, "placements", repr(key), f"one of {', '.join(known)}"))
-
     def _held(self, on: str, ranks: Ranks) -> tuple[list[list[Held]], list[str]]:
         """Return what each rank holds of the module."""
         subject, n = self.distributed.unpack(), ranks.size
         if subject.module is None or subject.shard is None:
-            return [held_whole(self.spans)] * n, []
+            every = [(torch.arange(s.start, s.end).view(s.tensor.shape), s) for s in self.spans]
+            return [[Held(s.name, index, first=s.first) for index, s in every]] * n, []
         each = [self.distributed] * n, [ranks] * n
         try:
             held = self.machines.run(on, layout_on_rank, *each, [True] * n)
@@ -230,9 +225,7 @@ class Matching:
             split = split_axes([torch.empty(0) if j is None else j for j in fit.index], setting.ranks)
             means = [setting.ranks.sizes[axis] for axis in split if setting.reduction.get(axis) == "mean"]
             weights.append(None if weight is None or index is None else math.prod(means) * weight.flatten()[index])
-        if self.asked.order == 1:
-            return replace(task, weights=weights)
-        return replace(task, weights=weights, order=2, directions=setting.part(self._directions(setting.batch), r))
+        return replace(task, weights=weights, directions=setting.part(self._directions(setting.batch), r))
 
     def on_ranks(self, on: str, tasks: Sequence[Task], fn: Callable[..., Any] = measured, *more: Sequence[Any]) -> Any:
         """Measure on the ranks."""

@@ -82,14 +82,12 @@ class Task:
     #: The weights of the outputs; None: those that `weight_of` gives for this stream, where shape (1,) is a loss.
     weights: Sequence[Tensor | None] | None = None
     stream: int = 0
-    #: Directions of its tensors: the inputs, followed by those of the module, are numbered in this order.
+    #: Directions v of its tensors: the inputs, followed by those of the module, are numbered in this order.
     directions: Mapping[int, Tensor] = field(default_factory=dict)
-    #: How far the tensors are moved along the directions first.
+    #: How far the tensors are moved along them first; 0: the gradients of ⟨v, the gradients⟩ are measured too.
     move: float = 0.0
     #: Whether to change the last digits of the tensors first, to see how large rounding is.
     jitter: bool = False
-    #: 2: the gradients of ⟨v, the gradients⟩ too, with the directions v.
-    order: int = 1
     backward: bool = True
     #: Whether calls of detach() keep the graph.
     undetached: bool = False
@@ -192,7 +190,7 @@ def measured(packed: Packed, task: Task) -> Measured:
         found = Measured([], [y.requires_grad for y in outputs], [], [], [], own, float(total.detach()), cuts, traces)
         if task.backward:
             others = _others(total, tensors) if subject.shard is None else []
-            if task.order > 1 and not own and total.requires_grad:
+            if task.directions and not task.move and not own and total.requires_grad:
                 found.gradients, found.second = _twice(total, tensors, task.directions)
             else:
                 if total.requires_grad and not own:
@@ -212,7 +210,7 @@ def losses_along(packed: Packed, task: Task, each: Sequence[Mapping[int, Tensor]
     for along in each:
         for k in STEPS:
             seed_rank(0, rank)
-            found.append(measured(packed, replace(task, directions=along, move=k, order=1, backward=False)).loss)
+            found.append(measured(packed, replace(task, directions=along, move=k, backward=False)).loss)
     return found
 
 
