@@ -60,10 +60,7 @@ class Batch:
             if x.dim() == 0 or len(x) != sum(ranks.rows):
                 got = f"a tensor {name} with {len(x)} rows" if x.dim() else f"a 0-d tensor {name}"
                 expected = f"tensors with {sum(ranks.rows)} rows, the sum of {ranks.rows}"
-                remedy = (
-                    "pass other ranks=, or the batch as a function of its number of rows; what has no row for each row "
-                    "of the batch belongs in module=, or, with ranks as a mesh, in placements="
-                )
+                remedy = "pass other ranks=, or the batch as a function of its number of rows; other tensors in module="
                 raise ValueError(message(NAME, "batch", got, expected, remedy))
         found = {name: placed(name, x, said_of(placements, name), ranks) for name, x in self.tensors.items()}
         self._refuse_equal(found, ranks)
@@ -92,9 +89,9 @@ class Batch:
 
 
 def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None or not differentiable(x):
-        return x
-    return x.to(torch.complex128 if x.is_complex() and dtype == torch.double else x.dtype if x.is_complex() else dtype)
+    if x.is_complex():
+        return x.to(torch.complex128) if dtype == torch.double else x
+    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
 
 def _names(fn: Callable[..., Any], tree: Any, skip: int) -> list[str]:

@@ -240,8 +240,8 @@ class Setting:
         """Return a quantity, to be summed over axes unless it is `reduced`; `least` is the least unit of errors."""
         axes, factor = list(partial_axes(said)), 1.0
         if group not in ("output", "state"):
-            empty = torch.empty(0, dtype=torch.long)
-            split = split_axes([torch.cat([empty, *(p.index.flatten() for p in mine)]) for mine in pieces], self.ranks)
+            held = [torch.cat([torch.arange(0), *(p.index.flatten() for p in mine)]) for mine in pieces]
+            split = split_axes(held, self.ranks)
             summed = [axis for axis in self.reduction if axis not in split and axis not in reduced]
             means = [a for a, how in self.reduction.items() if how == "mean" and (of_input or a in summed)]
             axes, factor = list(dict.fromkeys(summed + axes)), 1 / math.prod(self.ranks.sizes[a] for a in means)

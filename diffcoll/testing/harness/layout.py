@@ -135,8 +135,8 @@ def parsed_placements(operation: str, placements: object, axes: Sequence[str]) -
         expected = "placements by the name of a tensor, or a pattern"
         raise TypeError(message(operation, "placements", repr(placements), expected))
     for name, said in placements.items():
-        by_axis = said if isinstance(said, Mapping) else {"": said} if callable(said) else {"": None}
-        if not all(callable(placement) or isinstance(placement, Known) for placement in by_axis.values()):
+        of_axes = isinstance(said, Mapping) and all(callable(p) or isinstance(p, Known) for p in said.values())
+        if not (of_axes or callable(said)):
             expected = "by axis, Shard(dim), Replicate() or Partial(), or a function (whole, {axis: i}) -> piece"
             raise TypeError(message(operation, f"placements[{name!r}]", repr(said), expected))
         for axis in said if isinstance(said, Mapping) else ():

@@ -128,9 +128,9 @@ class Matching:
     def _refuse_nothing(self, batch: Batch, whole: Measured) -> None:
         """Raise if one process has nothing to compare with."""
         names = [*batch.variables, *(span.name for span in self.spans)]
-        each = {f"value[{i}]": y for i, y in enumerate(whole.outputs) if y.dim() == 0}
-        each |= {f"gradient of {name}": g for name, g in zip(names, whole.gradients, strict=True)}
-        if bad := [what for what, x in each.items() if differentiable(x) and not x.isfinite().all()]:
+        each = [(f"value[{i}]", y) for i, y in enumerate(whole.outputs) if y.dim() == 0]
+        each += [(f"gradient of {name}", g) for name, g in zip(names, whole.gradients, strict=True)]
+        if bad := [what for what, x in each if differentiable(x) and not x.isfinite().all()]:
             got = f"NaN or infinity in {', '.join(bad)}"
             raise ValueError(message(NAME, "single", got, "finite numbers to compare with", "choose other data"))
         count = len(batch.variables)
@@ -138,14 +138,14 @@ class Matching:
         if whole.own_backward or any(changed):
             return
         expected = "a loss or outputs with a gradient, or a changed module"
+        if not whole.outputs or (any(whole.has_graph) and not any(g.any() for g in whole.gradients)):
+            got, remedy = "nothing to compare with", "remove detach() and no_grad, or choose other data"
+            raise ValueError(message(NAME, "single", got, expected, remedy))
         of_module = zip(self.spans, whole.gradients[count:], strict=True)
         trained = [bool(g.any()) for span, g in of_module if span.tensor.requires_grad]
         if any(whole.has_graph) and trained and not any(trained):
             got, remedy = "parameters of which none has a gradient", "use the argument, and not another copy"
             raise ValueError(message(NAME, "module", got, expected, remedy))
-        if not whole.outputs or (any(whole.has_graph) and not any(g.any() for g in whole.gradients)):
-            got, remedy = "nothing to compare with", "remove detach() and no_grad, or choose other data"
-            raise ValueError(message(NAME, "single", got, expected, remedy))
 
     # ── ranks ──
 
@@ -222,7 +222,7 @@ class Matching:
         weights: list[Tensor | None] = []
         for i, fit in enumerate(setting.outputs):
             weight, index = weight_of(i, setting.whole.outputs), fit.index[r]
-            split = split_axes([torch.empty(0) if j is None else j for j in fit.index], setting.ranks)
+            split = split_axes([torch.arange(0) if j is None else j for j in fit.index], setting.ranks)
             means = [setting.ranks.sizes[axis] for axis in split if setting.reduction.get(axis) == "mean"]
             weights.append(None if weight is None or index is None else math.prod(means) * weight.flatten()[index])
         return replace(task, weights=weights, directions=setting.part(self._directions(setting.batch), r))
