@@ -73,9 +73,9 @@ def assert_matches_single_process(
             gradients, or, if any of them requires one, only those.
         module: what both functions get as their first argument. Each rank gets a copy of the functions and the module.
         shard: called on each rank as shard(copy of module, DeviceMesh), returns the rank's module. Which numbers of
-            the whole the rank then has is found by itself, if `shard` moves numbers and does not compute with them.
-            Tensors that it makes anew need the names of the whole's, and shapes that can mean one piece only, or
-            `placements`; they get the whole's numbers.
+            the whole the rank then has is found by itself, if `shard` moves numbers, and does not compute with them or
+            round them to less than float32. Tensors that it makes anew need the names of the whole's, and shapes that
+            can mean one piece only, or `placements`; they get the whole's numbers.
         ranks: the rows of each rank, such as (5, 3), or a mesh, such as {"dp": 2, "tp": 2}; or a list of such, each a
             run. The default has equal, uneven and empty ranks, two to four.
         placements: on a mesh, what each rank has of an input, a parameter made anew, or the "output" (or "output[1]"),

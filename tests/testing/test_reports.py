@@ -226,7 +226,6 @@ WRONG = {
     "a list as module": ({"module": [torch.ones(2)]}, "module"),
     "unused module": ({"module": nn.Linear(2, 2), "single": lambda m, x: value(x)}, "module"),
     "hooks": ({"module": hooked()}, "module"),
-    "lazy": ({"module": nn.LazyLinear(2)}, "module"),
     "not a function": ({"distributed": 3}, "distributed"),
     "numbers of outputs": ({"single": lambda x: (value(x), value(x))}, "distributed"),
     "no tensor": ({"single": lambda x: {1}}, "distributed"),

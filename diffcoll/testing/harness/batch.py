@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,10 +60,7 @@ class Batch:
             if x.dim() == 0 or len(x) != sum(ranks.rows):
                 got = f"a tensor {name} with {len(x)} rows" if x.dim() else f"a 0-d tensor {name}"
                 expected = f"tensors with {sum(ranks.rows)} rows, the sum of {ranks.rows}"
-                remedy = (
-                    "pass other ranks=, or the batch as a function of its number of rows; what has no row for each row "
-                    "of the batch belongs in module=, or, with ranks as a mesh, in placements="
-                )
+                remedy = "pass other ranks=, or the batch as a function of its number of rows; other tensors in module="
                 raise ValueError(message(NAME, "batch", got, expected, remedy))
         found = {name: placed(name, x, said_of(placements, name), ranks) for name, x in self.tensors.items()}
         self._refuse_equal(found, ranks)
@@ -71,12 +69,11 @@ class Batch:
     def _refuse_equal(self, index: Mapping[str, list[Tensor]], ranks: Ranks) -> None:
         """Raise if two ranks along an axis have the same rows of all that is divided, or permuted or mirrored ones."""
         for axis in ranks.sizes:
-            divided = [name for name, each in index.items() if axis in split_axes([[i] for i in each], ranks)]
+            divided = [name for name, each in index.items() if axis in split_axes(each, ranks)]
             flat = {name: self.tensors[name].detach().flatten() for name in divided}
             parts = [{name: x[index[name][r]] for name, x in flat.items()} for r in range(ranks.size)]
-            for r, mine in enumerate(parts):
-                others = {s: parts[s] for s in ranks.along([axis], r) if s < r}
-                refuse_equal(NAME, "batch", r, mine, others, permuted=axis == RANKS)
+            for peers in {tuple(ranks.along([axis], r)) for r in range(ranks.size)}:
+                refuse_equal(NAME, "batch", {r: parts[r] for r in peers}, permuted=axis == RANKS)
 
     def counts(self, index: Mapping[str, list[Tensor]]) -> dict[str, list[int]]:
         """Return numbers of each rank's part that a loss may divide by, in words."""
@@ -88,15 +85,13 @@ class Batch:
                 found[f"rows of {name}"] = [len(part) for part in parts]
             if bool(((x == 0) | (x == 1)).all()):
                 found[f"ones of {name}"] = [int((part != 0).sum()) for part in parts]
-            elif not differentiable(x):
-                found[f"labels of {name} that are not negative"] = [int((part >= 0).sum()) for part in parts]
         return {words: k for words, k in found.items() if len(set(k)) > 1}
 
 
 def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None or not differentiable(x):
-        return x
-    return x.to(torch.complex128 if x.is_complex() and dtype == torch.double else x.dtype if x.is_complex() else dtype)
+    if x.is_complex():
+        return x.to(torch.complex128) if dtype == torch.double else x
+    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
 
 def _names(fn: Callable[..., Any], tree: Any, skip: int) -> list[str]:
@@ -122,9 +117,25 @@ def _hides_tensors(leaf: Any) -> bool:
     return not isinstance(leaf, Tensor) and any(isinstance(x, Tensor) for x in held)
 
 
+def refuse_equal(name: str, argument: str, parts: Mapping[int, Mapping[str, Tensor]], permuted: bool = False) -> None:
+    """Raise if a rank has the rows of another one, as far as both have any, or the same rows in another order."""
+    for (r, mine), (s, theirs) in itertools.combinations(parts.items(), 2):
+        each = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
+        pairs = [
+            (a, b) for a, b in each if a.numel() and b.numel() and (a.dim(), a.shape[1:]) == (b.dim(), b.shape[1:])
+        ]
+        same = bool(pairs) and all(_same_rows(a, b) for a, b in pairs)
+        moved = permuted and any(differentiable(a) and not _same_rows(a, b) for a, b in pairs)
+        if same or (moved and all(_same_but_for_order(a, b) for a, b in pairs)):
+            what = "numbers" if same else "rows, in another order or mirrored,"
+            got = f"the same {what} of {', '.join(mine)} on ranks {r} and {s}"
+            expected = "different ones on every rank, since equal ranks hide wrong gradients"
+            raise ValueError(message(name, argument, got, expected, "pass random numbers"))
+
+
 def _same_rows(a: Tensor, b: Tensor) -> bool:
     rows = min(len(a), len(b)) if a.dim() else None
-    return torch.equal(a[:rows], b[:rows]) if rows is not None else torch.equal(a, b)
+    return torch.equal(a, b) if rows is None else torch.equal(a[:rows], b[:rows])
 
 
 def _same_but_for_order(a: Tensor, b: Tensor) -> bool:
@@ -136,26 +147,3 @@ def _same_but_for_order(a: Tensor, b: Tensor) -> bool:
         return sorted(rows)
 
     return a.shape == b.shape and a.dim() > 0 and ordered(b) in (ordered(a), ordered(-1.0 * a))
-
-
-def refuse_equal(
-    name: str,
-    argument: str,
-    rank: int,
-    mine: Mapping[str, Tensor],
-    others: Mapping[int, Mapping[str, Tensor]],
-    permuted: bool = False,
-) -> None:
-    """Raise if a rank has the rows of another one, as far as both have any, or the same rows in another order."""
-    for other, theirs in others.items():
-        each = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
-        pairs = [
-            (a, b) for a, b in each if a.numel() and b.numel() and (a.dim(), a.shape[1:]) == (b.dim(), b.shape[1:])
-        ]
-        same = bool(pairs) and all(_same_rows(a, b) for a, b in pairs)
-        moved = permuted and any(differentiable(a) and not _same_rows(a, b) for a, b in pairs)
-        if same or (moved and all(_same_but_for_order(a, b) for a, b in pairs)):
-            what = "numbers" if same else "rows, in another order or mirrored,"
-            got = f"the same {what} of {', '.join(mine)} on ranks {other} and {rank}"
-            expected = "different ones on every rank, since equal ranks hide wrong gradients"
-            raise ValueError(message(name, argument, got, expected, "pass random numbers"))

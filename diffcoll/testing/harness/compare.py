@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from diffcoll.testing.harness.batch import Batch
-from diffcoll.testing.harness.layout import Fit, Held, Placement, Ranks, Span, partial_axes, said_of, split_axes
+from diffcoll.testing.harness.layout import RANKS, Fit, Held, Placement, Ranks, Span, partial_axes, said_of, split_axes
 from diffcoll.testing.harness.rank import Measured, Task
-from diffcoll.testing.harness.report import Row
+from diffcoll.testing.harness.report import Row, scale_in_words
 from diffcoll.testing.numbers import differentiable, largest, relative_errors
 
 #: A gradient smaller than this part of the largest one is compared with that part: what is zero by cancellation, such
@@ -73,16 +73,19 @@ class Quantity:
     ) -> list[Compared]:
         """Return what each rank has after a sum over axes, in which the ranks may have weights."""
         axes, factor = self.axes if axes is None else axes, self.factor if factor is None else factor
-        flat = [[(p.index.flatten(), p.got.flatten()) for p in mine] for mine in self.pieces]
-        if differentiable(self.wanted):
-            w = [1.0] * self.ranks.size if weights is None else weights
-            flat = [[(i, w[r] * x.to(self.wanted.dtype)) for i, x in mine] for r, mine in enumerate(flat)]
-            totals = [_dense(mine, self.wanted) for mine in flat] if axes else []
-            for r, mine in enumerate(flat if axes else ()):
-                others = [totals[s] for s in self.ranks.along(axes, r) if s != r]
-                flat[r] = [(i, x + sum(total[i] for total in others)) for i, x in mine]
-            flat = [[(i, factor * x) for i, x in mine] for mine in flat]
-        return [self._compared(r, i, x) for r, mine in enumerate(flat) for i, x in mine]
+        weights = [1.0] * self.ranks.size if weights is None else weights
+        pieces = [(r, p.index.flatten(), p.got.flatten()) for r, mine in enumerate(self.pieces) for p in mine]
+        if not differentiable(self.wanted):
+            return [self._compared(*piece) for piece in pieces]
+        totals = [torch.zeros_like(self.wanted).flatten() for _ in self.pieces] if axes else []
+        pieces = [(r, index, weights[r] * x.to(self.wanted.dtype)) for r, index, x in pieces]
+        for r, index, x in pieces if axes else ():
+            totals[r].index_add_(0, index, x)
+        found = []
+        for r, index, x in pieces:
+            others = [totals[s] for s in self.ranks.along(axes, r) if s != r]
+            found.append(self._compared(r, index, factor * (x + sum(total[index] for total in others))))
+        return found
 
     def _compared(self, rank: int, index: Tensor, got: Tensor) -> Compared:
         wanted = self.wanted.flatten()[index]
@@ -151,14 +154,6 @@ class Quantity:
             row._replace(rank="all" if len(of_row) == len(held) > 1 else ", ".join(map(self.ranks.named, of_row)))
             for of_row, row in found.values()
         ]
-
-
-def _dense(pieces: Sequence[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
-    """Return the sum of pieces, zero elsewhere."""
-    total = torch.zeros_like(like).flatten()
-    for index, x in pieces:
-        total.index_add_(0, index, x)
-    return total
 
 
 def _largest_error(each: Sequence[Compared]) -> float:
@@ -231,34 +226,28 @@ class Setting:
         of_module = {count + k: h.of(module) for k, h in enumerate(self.held[r]) if h.first}
         return inputs | {k: v for k, v in of_module.items() if v.any()}
 
-    def sum_of(
-        self,
-        said: Placement | None,
-        pieces: Sequence[Sequence[Piece]],
-        reduced: Sequence[str] = (),
-        of_input: bool = False,
-    ) -> tuple[tuple[str, ...], float]:
-        """Return over which axes something is summed that is not reduced over some, and the factor then."""
-        split = split_axes([[p.index for p in mine] for mine in pieces], self.ranks)
-        axes = [axis for axis in self.reduction if axis not in split and axis not in reduced]
-        means = [a for a, how in self.reduction.items() if how == "mean" and (of_input or a in axes)]
-        axes += [axis for axis in partial_axes(said) if axis not in axes]
-        return tuple(axes), 1 / math.prod(self.ranks.sizes[axis] for axis in means)
-
     def quantity(
         self,
         what: str,
         group: str,
         wanted: Tensor,
         pieces: list[list[Piece]],
-        summed: tuple[tuple[str, ...], float] = ((), 1.0),
+        said: Placement | None = None,
         least: float = 0.0,
+        reduced: Collection[str] = (),
         of_input: bool = False,
     ) -> Quantity:
-        """Return a quantity; errors are relative to its largest number, or to `least` if that is larger."""
+        """Return a quantity, to be summed over axes unless it is `reduced`; `least` is the least unit of errors."""
+        axes, factor = list(partial_axes(said)), 1.0
+        if group not in ("output", "state"):
+            held = [torch.cat([torch.arange(0), *(p.index.flatten() for p in mine)]) for mine in pieces]
+            split = split_axes(held, self.ranks)
+            summed = [axis for axis in self.reduction if axis not in split and axis not in reduced]
+            means = [a for a, how in self.reduction.items() if how == "mean" and (of_input or a in summed)]
+            axes, factor = list(dict.fromkeys(summed + axes)), 1 / math.prod(self.ranks.sizes[a] for a in means)
         tolerance = self.tolerance * (30 if group == "second order" else 1)  # rounding errors are amplified
         unit = max(largest(wanted), least)
-        return Quantity(what, group, wanted, pieces, self.ranks, unit, tolerance, *summed, of_input)
+        return Quantity(what, group, wanted, pieces, self.ranks, unit, tolerance, tuple(axes), factor, of_input)
 
 
 def quantities(setting: Setting, each: Sequence[Measured]) -> list[Quantity]:
@@ -266,42 +255,32 @@ def quantities(setting: Setting, each: Sequence[Measured]) -> list[Quantity]:
     found = [*_outputs(setting, each), *_gradients(setting, each)]
     gradients = [q for q in found if q.group in ("gradient", "second order")]
     if gradients and all(q.ok for q in gradients):
-        off = [q for q in found if q.group == "value" and not q.ok and scale_of(q, q.ratio(q.compared)) is not None]
+        off = [q for q in found if q.group == "value" and not q.ok and scale_of(q, q.ratio(q.compared))]
         found = [replace(q, excused=q in off) for q in found]
     return [*found, *_state(setting, each)]
 
 
-def scale_of(q: Quantity, ratio: float | None) -> str | None:
-    """Return in words what a ratio is in terms of the sizes of axes; None: nothing of them."""
-    if ratio is None:
-        return None
-    near = max(1e-4, 2 * (q.most_allowed or 0.0))
-    for axis, n in q.ranks.sizes.items():
-        for power, words in ((1, ""), (-1, "1/"), (2, ""), (-2, "1/")) if n > 1 else ():
-            if math.isclose(ratio, float(n) ** power, rel_tol=near):
-                size = f"the size of {axis}" if len(q.ranks.sizes) > 1 or not q.ranks.rows else "N"
-                return f"{words}{size}{'²' * (abs(power) == 2)}"
-    n = q.ranks.size
-    if len(q.ranks.sizes) > 1 and any(math.isclose(ratio, float(n) ** p, rel_tol=near) for p in (1, -1)):
-        return "the number of ranks" if ratio > 1 else "1/the number of ranks"
-    return None
+def scale_of(q: Quantity, ratio: float | None) -> str:
+    """Return in words what a ratio is in terms of the sizes of axes; "": nothing of them."""
+    sizes = {"N" if axis == RANKS else f"the size of {axis}": n for axis, n in q.ranks.sizes.items()}
+    if len(sizes) > 1:
+        sizes["the number of ranks"] = q.ranks.size
+    return "" if ratio is None else scale_in_words(ratio, sizes, max(1e-4, 2 * (q.most_allowed or 0.0)))
 
 
 def _outputs(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
     whole = setting.whole
     for i, (wanted, fit) in enumerate(zip(whole.outputs, setting.outputs, strict=True)):
         number, ys = f"[{i}]" if len(whole.outputs) > 1 else "", [m.outputs[i] for m in each]
-        pieces = [[Piece(j, y)] if j is not None else [] for j, y in zip(fit.index, ys, strict=True)]
+        pieces = [[] if j is None else [Piece(j, y)] for j, y in zip(fit.index, ys, strict=True)]
         said = said_of(setting.asked.placements, f"output{number}")
         if wanted.dim() or not differentiable(wanted):
-            q = setting.quantity(f"output{number}", "output", wanted, pieces, (partial_axes(said), 1.0))
+            q = setting.quantity(f"output{number}", "output", wanted, pieces, said)
             if not wanted.dim() and not differentiable(wanted) and not q.ok:
                 q = replace(q, pieces=[[Piece(torch.tensor(0), _together(ys, wanted))] for _ in ys])
             yield q
             continue
-        q = setting.quantity(
-            f"value{number}", "value", wanted, pieces, setting.sum_of(said, pieces), SMALL * whole.scale
-        )
+        q = setting.quantity(f"value{number}", "value", wanted, pieces, said, SMALL * whole.scale)
         if not whole.has_graph[i] and not q.ok:  # a metric: every rank has it, or parts of a sum
             others = [replace(q, axes=axes, factor=1.0) for axes in ((), tuple(setting.reduction))]
             q = next((other for other in others if other.ok), q)
@@ -327,16 +306,16 @@ def _gradients(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]
         least = SMALL * largest(*of_whole)
         for i, name in enumerate(variables if setting.batch.asked or not own else ()):
             pieces = [[Piece(setting.index[name][r], mine[i])] for r, mine in enumerate(of_ranks)]
-            summed = setting.sum_of(said_of(setting.asked.placements, name), pieces, of_input=True)
-            yield setting.quantity(f"{group} of {name}", group, of_whole[i], pieces, summed, least, of_input=True)
+            said = said_of(setting.asked.placements, name)
+            yield setting.quantity(f"{group} of {name}", group, of_whole[i], pieces, said, least, of_input=True)
         for i, span in enumerate(setting.spans, len(variables)):
             if span.trained:
                 pieces = [_of_span(span, setting.held[r], mine[len(variables) :]) for r, mine in enumerate(of_ranks)]
-                each_held = [h for mine in setting.held for h in mine if span.holds(h.index).any()]
-                reduced = {a for h in each_held for group in h.groups for a in setting.ranks.axes_of(group) or ()}
+                groups = {g for mine in setting.held for h in mine if span.holds(h.index).any() for g in h.groups}
+                reduced = {a for g in groups for a in setting.ranks.axes_of(g) or ()}
                 done = setting.reduction if own else {*reduced, *setting.asked.reduced}
-                summed = setting.sum_of(said_of(setting.asked.placements, span.name), pieces, tuple(done))
-                yield setting.quantity(f"{group} of {span.name}", group, of_whole[i], pieces, summed, least)
+                said = said_of(setting.asked.placements, span.name)
+                yield setting.quantity(f"{group} of {span.name}", group, of_whole[i], pieces, said, least, done)
 
 
 def _of_span(span: Span, held: Sequence[Held], tensors: Sequence[Tensor]) -> list[Piece]:

@@ -88,10 +88,6 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
-
-
 class Detaches(TorchFunctionMode):
     """Looks at the lines of the user's that call `detach()` or read `.data`, for tensors that require a gradient.
 
@@ -107,7 +103,7 @@ class Detaches(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _DETACHING and args[0].requires_grad and torch.is_grad_enabled():
-            modules = map(_module, _callers(sys._getframe(1)))
+            modules = (str(frame.f_globals.get("__name__")) for frame in _callers(sys._getframe(1)))
             caller = next(module for module in modules if module not in _WRAPPERS)
             if caller.partition(".")[0] not in ("torch", "diffcoll"):
                 if self._cuts is None:

@@ -19,7 +19,7 @@ from diffcoll.testing.harness.compare import Quantity, Setting, quantities, scal
 from diffcoll.testing.harness.cuts import Cuts, of_all_ranks
 from diffcoll.testing.harness.differences import differences
 from diffcoll.testing.harness.layout import RANKS, Ranks
-from diffcoll.testing.harness.matching import Matching, Run
+from diffcoll.testing.harness.matching import Matching, OtherShape, Run
 from diffcoll.testing.harness.rank import Measured, losses_along
 from diffcoll.testing.harness.report import Report, together
 from diffcoll.testing.harness.submodules import first_differences
@@ -33,31 +33,29 @@ def concluded(matching: Matching, settings: Sequence[Ranks], on: Sequence[str]) 
     """Run everything, and return the report."""
     first, *others = on
     runs = [_attempt(matching, first, ranks, i > 0) for i, ranks in enumerate(settings)]
-    wrong = [run for run in runs if not run.ok]
+    wrong = [run for run in runs if not run.table.ok]
     observed: list[str] = []
     for kind in others:
         if wrong:
             again = _attempt(matching, kind, wrong[0].ranks, True) if first == "simulated" else wrong[0]
-            if again.ok:
+            if again.table.ok:
                 runs.append(again)
                 words = "state that ranks of one process share, such as a cache"
                 observed.append(f"wrong on simulated ranks, right on {kind}: {words}")
             break
         more = [_attempt(matching, kind, ranks, True) for ranks in settings]
-        wrong = [run for run in more if not run.ok]
+        wrong = [run for run in more if not run.table.ok]
         runs += more
         if wrong:
             observed.append(f"right on {first} ranks, wrong on {kind}")
             break
-    notes = dict.fromkeys(note for run in runs if run.setting is not None for note in run.setting.notes)
-    notes |= dict.fromkeys(note for run in runs for note in _excused(run))
-    tables = tuple(run.table for run in runs)
-    report = Report("assert_matches_single_process", tables, notes=tuple(notes))
+    notes = dict.fromkeys(note for run in runs for note in _notes(run))
+    report = Report("assert_matches_single_process", tuple(run.table for run in runs), notes=tuple(notes))
     if not wrong:
         return replace(report, condition=_condition(runs))
     observed += _of_runs(runs)
     chosen = min(wrong, key=lambda run: (not run.quantities, len(set(run.ranks.rows)) > 1))
-    observed += [] if chosen.other is None else [str(chosen.other)]
+    observed += [str(chosen.error)] * isinstance(chosen.error, OtherShape)
     cuts: tuple[str, ...] = ()
     if chosen.quantities and chosen.setting is not None:
         view = _Wrong(matching, chosen, chosen.setting)
@@ -73,9 +71,9 @@ def _attempt(matching: Matching, on: str, ranks: Ranks, keep: bool) -> Run:
     try:
         return matching.run(on, ranks)
     except Exception as error:
-        if not keep:
+        if not (keep or isinstance(error, OtherShape)):
             raise
-        return Run(on, ranks, raised=f"{type(error).__name__}: {error}")
+        return Run(on, ranks, error=error)
 
 
 def _condition(runs: Sequence[Run]) -> str:
@@ -94,7 +92,9 @@ def _condition(runs: Sequence[Run]) -> str:
     return f"once gradients are {' and '.join(each)}, which nothing in this program does" if each else ""
 
 
-def _excused(run: Run) -> Iterator[str]:
+def _notes(run: Run) -> Iterator[str]:
+    """Yield what was taken for granted, and the values that are off while all gradients are right."""
+    yield from run.setting.notes if run.setting is not None else ()
     for q in run.quantities:
         if q.excused:
             words = f"{q.what}: {scale_of(q, q.ratio(q.compared))} times that of one process; all gradients are right"
@@ -103,7 +103,7 @@ def _excused(run: Run) -> Iterator[str]:
 
 def _of_runs(runs: Sequence[Run]) -> Iterator[str]:
     """Say how right and wrong runs differ."""
-    right, wrong = ([run.ranks for run in runs if run.ok == ok] for ok in (True, False))
+    right, wrong = ([run.ranks for run in runs if run.table.ok == ok] for ok in (True, False))
     if not right or not wrong:
         return
     if all(len(set(r.rows)) > 1 for r in wrong) and all(len(set(r.rows)) <= 1 for r in right):
@@ -121,7 +121,7 @@ class _Wrong:
     setting: Setting
 
     def __post_init__(self) -> None:
-        self.ranks, self.batch = self.run.ranks, self.setting.batch
+        self.ranks, self.batch, self.tasks = self.run.ranks, self.setting.batch, self.setting.tasks
         self.wrong = [q for q in self.run.quantities if not q.ok]
         self.gradients = [q for q in self.wrong if q.group == "gradient"]
 
@@ -196,8 +196,8 @@ class _Wrong:
 
     def _reduced(self, q: Quantity) -> str | None:
         """Say which other reduction over ranks makes it right."""
-        free = [axis for axis, n in self.ranks.sizes.items() if n > 1]
-        for axes in itertools.chain(*(itertools.combinations(free, k) for k in range(len(free) + 1))):
+        free = self.ranks.axes
+        for axes in itertools.chain(*(itertools.combinations(free, k) for k in range(1, len(free) + 1))):
             if q.group == "state" or q.wanted.numel() < 2 or set(axes) == set(q.axes).intersection(free):
                 continue
             averaged = [a for a in axes if self.setting.reduction.get(a) == "mean" and a in q.axes]
@@ -205,11 +205,9 @@ class _Wrong:
             ratio = q.ratio(q.combined(axes, factor)) or 0.0
             more = [a for a in axes if a not in averaged]
             mean = math.isclose(ratio, math.prod(self.ranks.sizes[a] for a in more), rel_tol=1e-6)
-            if math.isclose(ratio, 1, rel_tol=1e-6) or (more and mean):
-                how = "a sum" if more and not mean else "a mean"
-                return (
-                    f"right after {how} over {' and '.join(map(_axis, axes))}" if axes else "right as each rank has it"
-                )
+            if mean or math.isclose(ratio, 1, rel_tol=1e-6):
+                how = "a mean" if mean else "a sum"
+                return f"right after {how} over {' and '.join(map(_axis, axes))}"
         return None
 
     def _weighted(self, q: Quantity) -> str | None:
@@ -246,22 +244,23 @@ class _Wrong:
     def _logarithm(self, q: Quantity) -> Iterator[str]:
         """Whether a value is off by the logarithm of a size, as where the ranks of an axis count each row again."""
         difference = float((q.compared[0].got - q.compared[0].wanted).real)
-        for axis, n in self.ranks.sizes.items():
-            if n > 1 and math.isclose(abs(difference), math.log(n), rel_tol=1e-6):
+        for axis in self.ranks.axes:
+            n = self.ranks.sizes[axis]
+            if math.isclose(abs(difference), math.log(n), rel_tol=1e-6):
                 size = f"the size of {axis}" if axis != RANKS else "N"
                 yield f"{'larger' if difference > 0 else 'smaller'} by log {n}, the logarithm of {size}"
 
     # ── experiments ──
 
     def _again(self, **more: Any) -> list[Measured]:
-        found: list[Measured] = self.matching.on_ranks(self.run.on, [replace(t, **more) for t in self.setting.tasks])
+        found: list[Measured] = self.matching.on_ranks(self.run.on, [replace(t, **more) for t in self.tasks])
         return found
 
     def _own_rows(self) -> Iterator[str]:
         """Whether each rank returns what one process returns for the rank's own part."""
         if not any(q.group in ("value", "output") for q in self.wrong) or self.matching.distributed.unpack().shard:
             return
-        alone = [self.matching.on_one(task.part, backward=False).outputs for task in self.setting.tasks]
+        alone = [self.matching.on_one(task.part, backward=False).outputs for task in self.tasks]
         each = zip([m.outputs for m in self.run.measured], alone, strict=True)
         if all(near(a, b) for mine, of_one in each for a, b in zip(mine, of_one, strict=True)):
             yield "each rank returns what one process returns for the rank's own part of the batch alone"
@@ -271,12 +270,13 @@ class _Wrong:
         n = self.ranks.size
         if not self.gradients or not self._losses_differ or n == 1:
             return
-        reached: dict[str, list[list[bool]]] = {}  # by the rank whose loss counts, on each rank
+        #: By gradient: on which ranks it is not zero, for each rank whose loss counts.
+        reached: dict[str, list[list[bool]]] = {}
         for q in range(n):
-            tasks = []
-            for r, task in enumerate(self.setting.tasks):
-                weights = [None if w is None else w * float(r == q) for w in task.weights or ()]
-                tasks.append(replace(task, weights=weights))
+            each = [
+                [None if w is None else w * float(r == q) for w in t.weights or ()] for r, t in enumerate(self.tasks)
+            ]
+            tasks = [replace(task, weights=weights) for task, weights in zip(self.tasks, each, strict=True)]
             for found in quantities(self.setting, self.matching.on_ranks(self.run.on, tasks)):
                 some = [any(bool(p.got.any()) for p in mine) for mine in found.pieces]
                 reached.setdefault(found.what, []).append(some)
@@ -313,19 +313,24 @@ class _Wrong:
             whole = self.matching.whole(self.batch, watched=True).traces
             means = [self.ranks.sizes[a] for a, how in self.setting.reduction.items() if how == "mean"]
             factors = [1.0, float(math.prod(means))]
-            yield from first_differences(whole, [m.traces for m in self._watched], self.ranks, factors)
+            tensors = {span.name: span.tensor.detach().cpu() for span in self.setting.spans}
+            yield from first_differences(whole, [m.traces for m in self._watched], self.ranks, factors, tensors)
 
     def _of_forward(self) -> Iterator[str]:
         """Whether backward gives the derivative of what the ranks return, along a random direction of each tensor."""
-        axes, h = {axis for axis, n in self.ranks.sizes.items() if n > 1}, 1e-4
-        wrong = [q for q in self.gradients if q.of_input or axes <= set(q.axes)][:_MOST]
+        h, names = 1e-4, [*self.batch.variables, *(span.name for span in self.setting.spans)]
+        wrong = [q for q in self.gradients if q.of_input or {*self.ranks.axes} <= {*q.axes}][:_MOST]
+        at = [
+            names.index(q.what.removeprefix("gradient of "), 0 if q.of_input else len(self.batch.variables))
+            for q in wrong
+        ]
         precise = all(q.wanted.dtype in (torch.double, torch.complex128) for q in self.gradients)
         if not wrong or not precise or not self._losses_differ:
             return
         along = [numbers(tuple(q.wanted.shape), q.wanted.dtype, len(q.what), 0, 5) for q in wrong]
-        each = [{self._number(q): h * v} for q, v in zip(wrong, along, strict=True)]
+        each = [{i: h * v} for i, v in zip(at, along, strict=True)]
         per_rank = [[self.setting.part(direction, r) for direction in each] for r in range(self.ranks.size)]
-        losses = self.matching.on_ranks(self.run.on, self.setting.tasks, losses_along, per_rank, range(self.ranks.size))
+        losses = self.matching.on_ranks(self.run.on, self.tasks, losses_along, per_rank, range(self.ranks.size))
         lines = []
         for q, v, wanted in zip(wrong, along, differences(self.run.measured, losses, [h] * len(wrong)), strict=True):
             got = sum(float(real_inner(v.flatten()[p.index], p.got)) for mine in q.pieces for p in mine)
@@ -336,17 +341,10 @@ class _Wrong:
             lines += [(q.what, words)] * (wanted.rounding < 1e-6 * scale)
         yield from together(sorted(lines, key=lambda line: "does not" in line[1]))
 
-    def _number(self, q: Quantity) -> int:
-        """Return the number of the tensor of a gradient among the inputs and the tensors of the module."""
-        variables, spans = self.batch.variables, [span.name for span in self.setting.spans]
-        name = q.what.removeprefix("gradient of ")
-        return variables.index(name) if q.of_input else len(variables) + spans.index(name)
-
     @property
     def _losses_differ(self) -> bool:
         """Whether every rank has a loss of its own, and the check calls backward."""
-        axes = {axis for axis, n in self.ranks.sizes.items() if n > 1}
-        return axes <= set(self.setting.reduction) and not any(m.own_backward for m in self.run.measured)
+        return {*self.ranks.axes} <= {*self.setting.reduction} and not any(m.own_backward for m in self.run.measured)
 
     def _orders(self) -> Iterator[str]:
         if self.wrong and all(q.group == "second order" for q in self.wrong):

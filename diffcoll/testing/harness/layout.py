@@ -1,15 +1,15 @@
 """Which numbers of a whole tensor each rank holds: their flat positions, in the shape of what the rank has.
 
-The positions of a batch are those of the placements that the user states. Those of a module are found: a copy of it is
-filled with consecutive integers, the user's function shards the copy, and the integers that a rank then has say which
-numbers of which tensor they are, whatever the function has cut, merged, interleaved, padded or renamed.
+The positions of a batch are those of the placements that the user states. Those of a module are found: a float64 copy
+of it is filled with consecutive integers, the user's function shards the copy, and the integers that a rank then has
+say which numbers of which tensor they are, whatever the function has cut, merged, interleaved, padded or renamed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
@@ -28,11 +28,10 @@ from diffcoll.testing.numbers import largest
 NAME = "assert_matches_single_process"
 #: The axis of a run whose ranks have rows of the batch.
 RANKS = "ranks"
+#: The number that is written for position 0; modules are initialized with smaller ones.
+_FIRST = 2**23
 #: Up to which integer the numbers of a dtype are exact.
-_EXACT = {
-    **{torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8},
-    **{torch.int64: 2**53, torch.int32: 2**31},
-}
+_EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.int64: 2**53, torch.int32: 2**31}
 
 #: A placement of torch.distributed.tensor, or a function (whole, {axis: coordinate}) -> piece.
 Placement: TypeAlias = Any
@@ -61,6 +60,11 @@ class Ranks:
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(self.sizes.values())
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes along which there are several ranks."""
+        return [axis for axis, n in self.sizes.items() if n > 1]
 
     def __str__(self) -> str:
         if self.rows:
@@ -130,14 +134,13 @@ def parsed_placements(operation: str, placements: object, axes: Sequence[str]) -
     if not isinstance(placements, Mapping) or not all(isinstance(name, str) for name in placements):
         expected = "placements by the name of a tensor, or a pattern"
         raise TypeError(message(operation, "placements", repr(placements), expected))
-    each = "Shard(dim), Replicate() or Partial() of torch.distributed.tensor, or a function (whole, {axis: i}) -> piece"
     for name, said in placements.items():
-        for axis, placement in said.items() if isinstance(said, Mapping) else ():
+        of_axes = isinstance(said, Mapping) and all(callable(p) or isinstance(p, Known) for p in said.values())
+        if not (of_axes or callable(said)):
+            expected = "by axis, Shard(dim), Replicate() or Partial(), or a function (whole, {axis: i}) -> piece"
+            raise TypeError(message(operation, f"placements[{name!r}]", repr(said), expected))
+        for axis in said if isinstance(said, Mapping) else ():
             expect.choice(operation, f"placements[{name!r}]", axis, tuple(axes))
-            if not (callable(placement) or isinstance(placement, Known)):
-                raise TypeError(message(operation, f"placements[{name!r}]", repr(placement), f"by axis, {each}"))
-        if not (callable(said) or isinstance(said, Mapping)):
-            raise TypeError(message(operation, f"placements[{name!r}]", repr(said), f"by axis, {each}"))
     return dict(placements)
 
 
@@ -150,6 +153,13 @@ def said_of(placements: Mapping[str, Placement], name: str) -> Placement | None:
         if key in placements:
             return placements[key]
     return next((said for key, said in placements.items() if fnmatchcase(name, key.replace("[", "[[]"))), None)
+
+
+def refuse_unknown(operation: str, placements: Mapping[str, Placement], known: Sequence[str]) -> None:
+    """Raise if a placement is of no tensor that is known."""
+    for key in placements:
+        if not any(said_of({key: key}, name) for name in known):
+            raise ValueError(message(operation, "placements", repr(key), f"one of {', '.join(known)}"))
 
 
 def partial_axes(said: Placement | None) -> tuple[str, ...]:
@@ -189,19 +199,11 @@ def _piece(name: str, x: Tensor, said: Placement | None, at: Coordinates) -> Ten
     return x
 
 
-def split_axes(held: Sequence[Sequence[Tensor]], ranks: Ranks) -> tuple[str, ...]:
+def split_axes(held: Sequence[Tensor], ranks: Ranks) -> list[str]:
     """Return the axes along which ranks hold other positions, given those of each rank."""
-    sets = [_unique(mine) if mine else torch.empty(0) for mine in held]
-    return tuple(
-        axis
-        for axis in ranks.sizes
-        if any(not torch.equal(sets[r], sets[s]) for r in range(ranks.size) for s in ranks.along([axis], r) if s > r)
-    )
-
-
-def _unique(each: Sequence[Tensor]) -> Tensor:
-    found: Tensor = torch.unique(torch.cat([x.flatten() for x in each]))
-    return found
+    sets = [torch.unique(index) for index in held]
+    pairs = [(r, s) for r in range(ranks.size) for s in range(r) if not torch.equal(sets[r], sets[s])]
+    return [axis for axis in ranks.sizes if any(s in ranks.along([axis], r) for r, s in pairs)]
 
 
 # ── what the shapes of tensors leave open ────────────────────────────────────────────────────────────────
@@ -218,12 +220,12 @@ class Fit:
 
 def fits(shape: Sequence[int], shapes: Sequence[Sequence[int] | None], ranks: Ranks) -> list[Fit]:
     """Return the ways in which tensors of these shapes may be pieces of one shape; None: the rank has none."""
-    every, free = torch.arange(math.prod(shape)).view(tuple(shape)), [axis for axis, n in ranks.sizes.items() if n > 1]
+    every = torch.arange(math.prod(shape)).view(tuple(shape))
     found: dict[object, Fit] = {}  # where some ranks have none, several ways may be one
     if any(of_rank is not None and len(of_rank) != len(shape) for of_rank in shapes):
         return []
-    for dims in itertools.product([None, *range(len(shape))], repeat=len(free)):
-        along = {axis: dim for axis, dim in zip(free, dims, strict=True) if dim is not None}
+    for dims in itertools.product([None, *range(len(shape))], repeat=len(ranks.axes)):
+        along = {axis: dim for axis, dim in zip(ranks.axes, dims, strict=True) if dim is not None}
         index = _blocks(every, shapes, along, ranks)
         if index is not None:
             key = tuple(None if i is None else (i.storage_offset(), i.shape) for i in index)
@@ -303,13 +305,6 @@ class Span(NamedTuple):
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield kind, name and tensor of each parameter and buffer; tied ones by each of their names."""
-    for kind, each in (("parameter", module.named_parameters), ("buffer", module.named_buffers)):
-        for name, x in each(remove_duplicate=False):
-            yield kind, unwrapped(module, name), x
-
-
 def unwrapped(module: nn.Module, name: str) -> str:
     """Return the name of a tensor or submodule without what wrappers have put into it."""
     kept: list[str] = []
@@ -323,69 +318,41 @@ def unwrapped(module: nn.Module, name: str) -> str:
 
 
 def spans(module: nn.Module) -> list[Span]:
-    """Return the span of each tensor, in the order of `tensors_of`."""
+    """Return the span of each parameter and buffer; tied ones by each of their names."""
     found: list[Span] = []
     starts: dict[int, int] = {}
     end = 0
-    for kind, name, x in tensors_of(module):
-        first = id(x) not in starts
-        found.append(Span(name, kind, starts.setdefault(id(x), end), x, first))
-        end = max(end, found[-1].end)
+    for kind, each in (("parameter", module.named_parameters), ("buffer", module.named_buffers)):
+        for name, x in each(remove_duplicate=False):
+            first = id(x) not in starts
+            found.append(Span(unwrapped(module, name), kind, starts.setdefault(id(x), end), x, first))
+            end = max(end, found[-1].end)
     return found
 
 
-class Code(NamedTuple):
-    """How positions are written into a module: as digits, each in a copy, to a base that the dtypes hold exactly.
-
-    They begin at an offset: the first digit is larger than the numbers that modules are initialized with.
-    """
-
-    #: The number of positions; 0: none is written.
-    total: int
-    base: int = 2**24
-
-    @property
-    def digits(self) -> int:
-        """How many copies of the module hold the digits."""
-        return next(k for k in itertools.count(1) if self.base**k >= 2 * self.total)
-
-    @property
-    def _offset(self) -> int:
-        found: int = self.base**self.digits // 2
-        return found
-
-    def written(self, position: Tensor, step: int) -> Tensor:
-        """Return one digit of each position."""
-        digit: Tensor = (position + self._offset) // self.base**step % self.base
-        return digit
-
-    def read(self, each: Sequence[Tensor]) -> Tensor:
-        """Return the positions from the digits that the copies have; −1 where there is none."""
-        digits = torch.stack(list(each))
-        position = sum(digit * self.base**step for step, digit in enumerate(digits)) - self._offset
-        ok = ((digits == digits.round()) & (digits >= 0) & (digits < self.base)).all(0)
-        return torch.where(ok & (position >= 0) & (position < self.total), position, -1.0).long()
+def _holds(x: Tensor, total: int) -> bool:
+    """Whether a tensor's numbers may be positions."""
+    return _FIRST + total <= _EXACT.get(x.dtype, 0) and x.layout == torch.strided and not x.is_meta
 
 
-def code_of(module: nn.Module) -> Code:
-    """Return the code that its dtypes can hold, and float32, to which `shard` may convert, if it is small."""
-    each = spans(module)
+def filled(module: nn.Module) -> int:
+    """Write the positions of its numbers into a module, in float64; return how many there are."""
+    each = spans(module.double())
     total = max((span.end for span in each), default=0)
-    exact = min((_EXACT[span.tensor.dtype] for span in each if _holds(span.tensor)), default=2**24)
-    return Code(total, min(exact, 2**24) if 2 * total <= 2**24 else exact)
-
-
-def _holds(x: Tensor) -> bool:
-    return x.dtype in _EXACT and x.layout == torch.strided and not x.is_meta
-
-
-def fill(module: nn.Module, code: Code, step: int) -> None:
-    """Write a digit of the positions of its numbers into a module."""
     with torch.no_grad():
-        for span in spans(module) if code.total else ():
-            if _holds(span.tensor):
-                position = torch.arange(span.start, span.end, dtype=torch.double)
-                span.tensor.copy_(code.written(position, step).view(span.tensor.shape))
+        for span in each:
+            if _holds(span.tensor, total):
+                span.tensor.copy_(_FIRST + torch.arange(span.start, span.end).view(span.tensor.shape))
+    return total
+
+
+def _positions(x: Tensor, total: int) -> Tensor:
+    """Return the positions that a tensor's numbers are; −1 where one is none."""
+    if not _holds(x, total):
+        return torch.full(x.shape, -1)
+    position = x.cpu().double() - _FIRST
+    ok = (position == position.round()) & (position >= 0) & (position < total)
+    return torch.where(ok, position, -1.0).long()
 
 
 class FreshIsNan(TorchFunctionMode):
@@ -416,8 +383,19 @@ class Held:
     groups: tuple[tuple[int, ...], ...] = ()
     #: Whether this is the first name of a tied tensor.
     first: bool = True
-    #: Whether the numbers of the whole have to be written into it: the user's function has made it anew.
-    write: bool = False
+    #: The numbers of the whole, to be written into it, if the user's function has made it anew.
+    write: Tensor | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it holds no number of the whole."""
+        return self.index.numel() > 0 and bool((self.index < 0).all())
+
+    def written(self, span: Span, index: Tensor | None) -> Held:
+        """Return it with the numbers at these positions of a tensor of the whole."""
+        if index is None:
+            return self
+        return replace(self, index=index + span.start, write=span.tensor.detach().flatten()[index])
 
     def of(self, whole: Tensor) -> Tensor:
         """Return its part of the numbers of all tensors of the module; zero where it has none of them."""
@@ -432,31 +410,25 @@ def local(x: Any) -> Tensor:
     return found.to_local() if isinstance(found, DTensor) else found
 
 
-def held_whole(each: Sequence[Span]) -> list[Held]:
-    """Return what a rank holds that has the whole module."""
-    return [Held(s.name, torch.arange(s.start, s.end).view(s.tensor.shape), first=s.first) for s in each]
-
-
-def held_on_rank(module: nn.Module, index: Sequence[Tensor]) -> list[Held]:
-    """Return what this rank holds, given the positions that its tensors have."""
+def held_on_rank(module: nn.Module, total: int) -> list[Held]:
+    """Return what this rank holds of so many numbers, which are their positions."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Replicate
 
     groups: dict[int, list[Any]] = {}
     for each in module.modules():
-        if isinstance(each, (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)):
-            is_ddp = isinstance(each, nn.parallel.DistributedDataParallel)
-            for p in each.parameters():
-                groups.setdefault(id(p), []).extend([each.process_group] if is_ddp else groups_of_fsdp(each))
+        is_ddp, is_fsdp = (isinstance(each, c) for c in (nn.parallel.DistributedDataParallel, FullyShardedDataParallel))
+        for p in each.parameters() if is_ddp or is_fsdp else ():
+            groups.setdefault(id(p), []).extend([each.process_group] if is_ddp else groups_of_fsdp(each))
     found: list[Held] = []
-    for span, i in zip(spans(module), index, strict=True):
+    for span in spans(module):
         x, of_tensor = span.tensor, list(groups.get(id(span.tensor), ()))
         if isinstance(x, DTensor):
             mesh = x.device_mesh
             replicated = [d for d, p in enumerate(x.placements) if isinstance(p, Replicate) and mesh.size(d) > 1]
             of_tensor += [mesh.get_group(d) for d in replicated]
         of_ranks = sorted({tuple(dist.get_process_group_ranks(group)) for group in of_tensor})
-        found.append(Held(span.name, i, x.requires_grad, tuple(of_ranks), first=span.first))
+        found.append(Held(span.name, _positions(local(x), total), x.requires_grad, tuple(of_ranks), span.first))
     return found
 
 
@@ -469,59 +441,45 @@ def settled(
         ValueError: a tensor holds no number of the whole and nothing says what it is, or a number twice; a reducer's
             group is along no axes; a parameter of the whole is on no rank.
     """
-    found: list[list[Held]] = [[] for _ in each]
-    notes: dict[str, None] = {}
-    anew: dict[str, list[Tensor | None]] = {}
-    for r, mine in enumerate(each):
-        for held in mine:
-            known = held.index[held.index >= 0]
-            if len(known) != len(_unique([known])):
-                got = f"a tensor {held.name} that holds a number of the whole twice"
-                raise ValueError(message(NAME, "shard", got, "each number once"))
-            for group in held.groups:
-                if ranks.axes_of(group) is None:
-                    got = f"a reducer of {held.name} whose group is ranks {list(group)}"
-                    raise ValueError(message(NAME, "shard", got, f"the ranks along axes of {ranks}"))
-            index = None
-            if held.index.numel() and not len(known):
-                if held.name not in anew:
-                    anew[held.name] = _by_name(whole, held, each, placements, ranks, notes)
-                index = anew[held.name][r]
-            found[r].append(held if index is None else replace(held, index=index, write=True))
+    for held in itertools.chain(*each):
+        known = held.index[held.index >= 0]
+        if len(known) != len(torch.unique(known)):
+            got = f"a tensor {held.name} that holds a number of the whole twice"
+            raise ValueError(message(NAME, "shard", got, "each number once"))
+        for group in held.groups:
+            if ranks.axes_of(group) is None:
+                got = f"a reducer of {held.name} whose group is ranks {list(group)}"
+                raise ValueError(message(NAME, "shard", got, f"the ranks along axes of {ranks}"))
+    found, notes = [list(mine) for mine in each], []
+    of_name = {span.name: span for span in whole}
+    for name, trained in {h.name: h.requires_grad for h in itertools.chain(*each) if h.is_new}.items():
+        span = of_name.get(name)
+        if span is None and trained:
+            got, expected = f"a module with {name}, made anew", f"names of the whole: {', '.join(of_name)}"
+            raise ValueError(message(NAME, "shard", got, expected, "copy its numbers, or keep its name"))
+        if span is not None:
+            way = _way_of(span, [next((h for h in mine if h.name == name), None) for mine in each], placements, ranks)
+            notes += [f"{name}: taken to be {way.words}, by its shape; placements= may say otherwise"] * bool(way.words)
+            for mine, index in zip(found, way.index, strict=True):
+                mine[:] = [h.written(span, index) if h.name == name and h.is_new else h for h in mine]
     for span in whole:
         if span.trained and span.tensor.numel() and not any(span.holds(h.index).any() for mine in found for h in mine):
             got = f"no {span.name} on any rank"
             raise ValueError(message(NAME, "shard", got, "every parameter of the whole", "or freeze it in the whole"))
-    return found, list(notes)
+    return found, notes
 
 
-def _by_name(
-    whole: Sequence[Span],
-    held: Held,
-    each: Sequence[Sequence[Held]],
-    placements: Mapping[str, Placement],
-    ranks: Ranks,
-    notes: dict[str, None],
-) -> list[Tensor | None]:
-    """Return the positions of a tensor made anew: that of its name, divided as is said, or as its shapes say."""
-    span = next((s for s in whole if s.name == held.name), None)
-    if span is None:
-        if held.requires_grad:
-            got = f"a module with {held.name}, made anew"
-            expected = f"names of the whole: {', '.join(s.name for s in whole)}"
-            raise ValueError(message(NAME, "shard", got, expected, "copy its numbers, or keep its name"))
-        return [None] * ranks.size
-    said = said_of(placements, held.name)
+def _way_of(span: Span, each: Sequence[Held | None], placements: Mapping[str, Placement], ranks: Ranks) -> Fit:
+    """Return how a tensor made anew is divided: as is said, or as its shapes say."""
+    said = said_of(placements, span.name)
     if isinstance(said, Mapping) and set(said) <= set(partial_axes(said)):
         said = None  # which divides nothing
-    shapes = [next((tuple(h.index.shape) for h in mine if h.name == held.name), None) for mine in each]
-    ways = ways_of(held.name, span.tensor, shapes, said, ranks)
+    shapes = [None if held is None else tuple(held.index.shape) for held in each]
+    ways = ways_of(span.name, span.tensor, shapes, said, ranks)
     if len(ways) != 1:
         got = f"shapes {', '.join(map(str, dict.fromkeys(shapes)))} of {tuple(span.tensor.shape)} on {ranks}"
         if ways:
             got += f", which may be {' or '.join(way.words or 'Replicate' for way in ways)}"
-        remedy = f"copy its numbers in shard, or say what they are in placements[{held.name!r}]"
-        raise ValueError(message(NAME, held.name, got, "one way to divide it", remedy))
-    if ways[0].words:
-        notes[f"{held.name}: taken to be {ways[0].words}, by its shape; placements= may say otherwise"] = None
-    return [None if i is None else i + span.start for i in ways[0].index]
+        remedy = f"copy its numbers in shard, or say what they are in placements[{span.name!r}]"
+        raise ValueError(message(NAME, span.name, got, "one way to divide it", remedy))
+    return ways[0]

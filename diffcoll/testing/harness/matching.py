@@ -18,13 +18,11 @@ from diffcoll.testing.harness.compare import Asked, Quantity, Setting, quantitie
 from diffcoll.testing.harness.layout import (
     NAME,
     RANKS,
-    Code,
     Fit,
     Held,
     Ranks,
     Span,
-    code_of,
-    held_whole,
+    refuse_unknown,
     said_of,
     settled,
     settled_output,
@@ -43,11 +41,10 @@ _DOUBT = 300.0
 class OtherShape(Exception):
     """The outputs of the ranks are pieces of no tensor of the shape that one process returns."""
 
-    def __init__(self, i: int, whole: Measured, each: Sequence[Measured]) -> None:
-        #: The output.
-        self.what = _output(i, whole)
-        shapes = ", ".join(str(tuple(m.outputs[i].shape)) for m in each)
-        super().__init__(f"{self.what}: shapes {shapes} on the ranks, {tuple(whole.outputs[i].shape)} on one process")
+    def __init__(self, what: str, whole: Tensor, each: Sequence[Tensor]) -> None:
+        self.what = what
+        shapes = ", ".join(str(tuple(y.shape)) for y in each)
+        super().__init__(f"{what}: shapes {shapes} on the ranks, {tuple(whole.shape)} on one process")
 
 
 def _output(i: int, whole: Measured) -> str:
@@ -56,28 +53,24 @@ def _output(i: int, whole: Measured) -> str:
 
 @dataclass(eq=False)
 class Run:
-    """The results of one run."""
+    """The results of one run, or the error that was raised instead."""
 
     on: str
     ranks: Ranks
     setting: Setting | None = None
     measured: Sequence[Measured] = ()
     quantities: list[Quantity] = field(default_factory=list)
-    other: OtherShape | None = None
-    raised: str = ""
+    error: Exception | None = None
 
     @cached_property
     def table(self) -> Table:
         """The table of the report."""
-        rows = [row for q in self.quantities for row in q.rows]
-        if self.other is not None:
-            rows = [Row(self.other.what, "all", math.inf, None, False, 0.0, mismatched=True)]
-        return Table(title_of(self.on, self.ranks.size, str(self.ranks)), self.ranks.size, tuple(rows), self.raised)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was raised, and every quantity is right."""
-        return self.table.ok
+        rows, raised = [row for q in self.quantities for row in q.rows], ""
+        if isinstance(self.error, OtherShape):
+            rows = [Row(self.error.what, "all", math.inf, None, False, 0.0, mismatched=True)]
+        elif self.error is not None:
+            raised = f"{type(self.error).__name__}: {self.error}"
+        return Table(title_of(self.on, self.ranks.size, str(self.ranks)), self.ranks.size, tuple(rows), raised)
 
 
 @dataclass(eq=False)
@@ -107,11 +100,12 @@ class Matching:
 
     def whole(self, batch: Batch, **more: Any) -> Measured:
         """Measure the whole batch on one process."""
-        directions = self._directions(batch) if self.asked.order > 1 else {}
-        return self.on_one(batch.part(), order=self.asked.order, directions=directions, **more)
+        return self.on_one(batch.part(), directions=self._directions(batch), **more)
 
     def _directions(self, batch: Batch) -> dict[int, Tensor]:
-        """Return random directions of the tensors of one process."""
+        """Return random directions of the tensors of one process, for second order."""
+        if self.asked.order == 1:
+            return {}
         tensors = [batch.tensors[name] for name in batch.variables]
         tensors += [span.tensor if span.first else torch.tensor(0) for span in self.spans]
         each = enumerate(tensors)
@@ -136,50 +130,46 @@ class Matching:
         names = [*batch.variables, *(span.name for span in self.spans)]
         each = [(f"value[{i}]", y) for i, y in enumerate(whole.outputs) if y.dim() == 0]
         each += [(f"gradient of {name}", g) for name, g in zip(names, whole.gradients, strict=True)]
-        if bad := [name for name, x in each if differentiable(x) and not x.isfinite().all()]:
+        if bad := [what for what, x in each if differentiable(x) and not x.isfinite().all()]:
             got = f"NaN or infinity in {', '.join(bad)}"
             raise ValueError(message(NAME, "single", got, "finite numbers to compare with", "choose other data"))
         count = len(batch.variables)
         changed = [not torch.equal(x, s.tensor.detach()) for s, x in zip(self.spans, whole.state[count:], strict=True)]
         if whole.own_backward or any(changed):
             return
-        if any(whole.has_graph) and not any(g.any() for g in whole.gradients):
-            got, remedy = "gradients that are all zero", "remove detach() and no_grad, or choose other data"
-            raise ValueError(message(NAME, "single", got, "a result with a gradient to compare with", remedy))
+        expected = "a loss or outputs with a gradient, or a changed module"
+        if not whole.outputs or (any(whole.has_graph) and not any(g.any() for g in whole.gradients)):
+            got, remedy = "nothing to compare with", "remove detach() and no_grad, or choose other data"
+            raise ValueError(message(NAME, "single", got, expected, remedy))
         of_module = zip(self.spans, whole.gradients[count:], strict=True)
         trained = [bool(g.any()) for span, g in of_module if span.tensor.requires_grad]
         if any(whole.has_graph) and trained and not any(trained):
-            got, expected = "parameters of which none has a gradient", "the module that single uses"
-            raise ValueError(message(NAME, "module", got, expected, "use the argument, and not another copy"))
-        if not whole.outputs:
-            got, expected = "a function that returns and changes nothing", "a loss, outputs, or a changed module"
-            raise ValueError(message(NAME, "single", got, expected))
+            got, remedy = "parameters of which none has a gradient", "use the argument, and not another copy"
+            raise ValueError(message(NAME, "module", got, expected, remedy))
 
     # ── ranks ──
 
     def setting(self, on: str, ranks: Ranks) -> Setting:
         """Return what each rank gets, found on this kind of ranks the first time."""
-        if str(ranks) not in self._settings:
-            self._settings[str(ranks)] = self._found(on, ranks)
-        return self._settings[str(ranks)]
-
-    def _found(self, on: str, ranks: Ranks) -> Setting:
+        if str(ranks) in self._settings:
+            return self._settings[str(ranks)]
         asked, batch = self.asked, self.batch(ranks)
         index = batch.positions(ranks, asked.placements)
         reduction = self._reduction(ranks, index)
         whole = self.whole(batch)
         self._refuse_nothing(batch, whole)
-        self._refuse_unused(batch, whole)
+        outputs = ["output", *(f"output[{i}]" for i in range(len(whole.outputs)))]
+        refuse_unknown(NAME, asked.placements, [*batch.tensors, *(span.name for span in self.spans), *outputs])
         held, notes = self._held(on, ranks)
-        tasks = [
-            Task(ranks, batch.part({name: i[r] for name, i in index.items()}), self._written(mine))
-            for r, mine in enumerate(held)
-        ]
-        outputs = self._outputs(on, ranks, whole, tasks)
+        written = [{h.name: h.write for h in mine if h.write is not None} for mine in held]
+        parts = [batch.part({name: i[r] for name, i in index.items()}) for r in range(ranks.size)]
+        tasks = [Task(ranks, part, write) for part, write in zip(parts, written, strict=True)]
+        fits = self._outputs(on, ranks, whole, tasks)
         tensors = [*batch.tensors.values(), *(span.tensor for span in self.spans), *whole.outputs]
         tolerance = asked.tolerance or tolerance_of(tensors)
-        found = Setting(ranks, batch, index, whole, reduction, asked, outputs, self.spans, held, notes, tolerance)
-        return replace(found, tasks=[self._weighted(task, found, r) for r, task in enumerate(tasks)])
+        found = Setting(ranks, batch, index, whole, reduction, asked, fits, self.spans, held, notes, tolerance)
+        tasks = [self._weighted(task, found, r) for r, task in enumerate(tasks)]
+        return self._settings.setdefault(str(ranks), replace(found, tasks=tasks))
 
     def _reduction(self, ranks: Ranks, index: Mapping[str, list[Tensor]]) -> dict[str, str]:
         """Return how the losses of the ranks combine, by axis."""
@@ -191,42 +181,26 @@ class Matching:
         for axis in self.asked.reduced:
             expect.choice(NAME, "reduced", axis, tuple(ranks.sizes))
         if not isinstance(said, Mapping) and not ranks.rows:
-            split = {axis for each in index.values() for axis in split_axes([[i] for i in each], ranks)}
+            split = {axis for each in index.values() for axis in split_axes(each, ranks)}
             found = {axis: said for axis in found if axis in split}
-        others = [axis for axis, n in ranks.sizes.items() if n > 1 and axis not in found]
+        others = [axis for axis in ranks.axes if axis not in found]
         if self.asked.order > 1 and others:
             got, expected = f"2 with ranks along {others[0]} that have the same loss", "1"
             raise ValueError(message(NAME, "order", got, expected))
         return found
 
-    def _refuse_unused(self, batch: Batch, whole: Measured) -> None:
-        """Raise if a placement is of nothing."""
-        outputs = ["output", *(f"output[{i}]" for i in range(len(whole.outputs)))]
-        known = [*batch.tensors, *(span.name for span in self.spans), *outputs]
-        for key in self.asked.placements:
-            if not any(said_of({key: key}, name) for name in known):
-                raise ValueError(message(NAME, "placements", repr(key), f"one of {', '.join(known)}"))
-
     def _held(self, on: str, ranks: Ranks) -> tuple[list[list[Held]], list[str]]:
         """Return what each rank holds of the module."""
         subject, n = self.distributed.unpack(), ranks.size
         if subject.module is None or subject.shard is None:
-            return [held_whole(self.spans)] * n, []
+            every = [(torch.arange(s.start, s.end).view(s.tensor.shape), s) for s in self.spans]
+            return [[Held(s.name, index, first=s.first) for index, s in every]] * n, []
         each = [self.distributed] * n, [ranks] * n
         try:
-            held = self.machines.run(on, layout_on_rank, *each, [code_of(subject.module)] * n)
+            held = self.machines.run(on, layout_on_rank, *each, [True] * n)
         except Exception:  # it may not bear numbers like these, and then names and shapes have to say what it does
-            held = self.machines.run(on, layout_on_rank, *each, [Code(0)] * n)
+            held = self.machines.run(on, layout_on_rank, *each, [False] * n)
         return settled(self.spans, held, self.asked.placements, ranks)
-
-    def _written(self, held: Sequence[Held]) -> dict[str, Tensor]:
-        """Return the numbers of the whole to write into tensors that `shard` makes anew."""
-        found = {}
-        for h in held:
-            if h.write:
-                span = next(s for s in self.spans if s.holds(h.index).all())
-                found[h.name] = span.tensor.detach().flatten()[h.index - span.start]
-        return found
 
     def _outputs(self, on: str, ranks: Ranks, whole: Measured, tasks: Sequence[Task]) -> list[Fit]:
         """Return the positions of each output; a forward on the ranks shows the shapes of all but numbers."""
@@ -239,7 +213,7 @@ class Matching:
             name, got = _output(i, whole), [m.outputs[i] for m in each]
             fit = settled_output(name, y, got, said_of(self.asked.placements, name), ranks) if y.dim() else number
             if fit is None:
-                raise OtherShape(i, whole, each)
+                raise OtherShape(name, y, got)
             found.append(fit)
         return found
 
@@ -248,12 +222,10 @@ class Matching:
         weights: list[Tensor | None] = []
         for i, fit in enumerate(setting.outputs):
             weight, index = weight_of(i, setting.whole.outputs), fit.index[r]
-            split = split_axes([[j] if j is not None else [] for j in fit.index], setting.ranks)
+            split = split_axes([torch.arange(0) if j is None else j for j in fit.index], setting.ranks)
             means = [setting.ranks.sizes[axis] for axis in split if setting.reduction.get(axis) == "mean"]
             weights.append(None if weight is None or index is None else math.prod(means) * weight.flatten()[index])
-        if self.asked.order == 1:
-            return replace(task, weights=weights)
-        return replace(task, weights=weights, order=2, directions=setting.part(self._directions(setting.batch), r))
+        return replace(task, weights=weights, directions=setting.part(self._directions(setting.batch), r))
 
     def on_ranks(self, on: str, tasks: Sequence[Task], fn: Callable[..., Any] = measured, *more: Sequence[Any]) -> Any:
         """Measure on the ranks."""
@@ -261,25 +233,22 @@ class Matching:
 
     def run(self, on: str, ranks: Ranks) -> Run:
         """Measure on the ranks and on one process, and compare."""
-        try:
-            setting = self.setting(on, ranks)
-            each = self.on_ranks(on, setting.tasks)
-            for i, y in enumerate(setting.whole.outputs):
-                if y.dim() == 0 and any(m.outputs[i].numel() != 1 for m in each):
-                    raise OtherShape(i, setting.whole, each)
-        except OtherShape as error:
-            return Run(on, ranks, other=error)
+        setting = self.setting(on, ranks)
+        each = self.on_ranks(on, setting.tasks)
+        for i, y in enumerate(setting.whole.outputs):
+            of_ranks = [m.outputs[i] for m in each]
+            if y.dim() == 0 and any(x.numel() != 1 for x in of_ranks):
+                raise OtherShape(_output(i, setting.whole), y, of_ranks)
         if not setting.whole.own_backward and any(any(m.has_graph) for m in each) > any(setting.whole.has_graph):
             got, remedy = "a result without a gradient, where the ranks' has one", "remove detach() and no_grad"
             raise ValueError(message(NAME, "single", got, "a result with a gradient to compare with", remedy))
         found = Run(on, ranks, setting, each, quantities(setting, each))
         doubtful = [q for q in found.quantities if q.group in ("gradient", "second order") and not q.ok]
-        if any(q.error < _DOUBT * setting.tolerance for q in doubtful):
-            noise = self.noise(found)
-            for q in doubtful:
-                least = q.most_allowed or 0.0
-                allowed = max(least, min(10 * noise.get(q.what, 0.0), _DOUBT * least))
-                found.quantities[found.quantities.index(q)] = replace(q, tolerance=allowed)
+        noise = self.noise(found) if any(q.error < _DOUBT * setting.tolerance for q in doubtful) else {}
+        for q in doubtful if noise else ():
+            least = q.most_allowed or 0.0
+            allowed = max(least, min(10 * noise.get(q.what, 0.0), _DOUBT * least))
+            found.quantities[found.quantities.index(q)] = replace(q, tolerance=allowed)
         return found
 
     def noise(self, run: Run) -> dict[str, float]:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from diffcoll.core.errors import is_users_file, message
@@ -41,10 +40,14 @@ class Packed:
     """A subject, pickled, so that a copy of the function refers to the copy of the module."""
 
     data: bytes
+    #: What the module's numbers are converted to; None: they are not.
+    dtype: torch.dtype | None
 
     def unpack(self) -> Subject:
         """Return a new copy."""
         found: Subject = load(self.data)
+        if found.module is not None and self.dtype is not None:
+            found.module.to(self.dtype)
         return found
 
 
@@ -60,25 +63,15 @@ def pack(name: str, argument: str, subject: Subject, dtype: torch.dtype | None =
         if not callable(f) and (f is not None or which == argument):
             raise TypeError(message(name, which, type(f).__name__, "a function"))
     if subject.module is not None:
-        _refuse(name, subject.module)
-    with by_value(_modules_of(subject.fn)):
-        try:
-            packed = Packed(dumps(subject, _reduce))
-        except Exception as error:
-            raise ValueError(
-                f"{name}: {argument}: cannot be copied for each rank ({type(error).__name__}: {error}); create what "
-                "cannot be pickled (process groups, open files, non-leaf tensors) inside the function"
-            ) from error
-        if dtype is None or subject.module is None:
-            return packed
-        copy = packed.unpack()
-        assert copy.module is not None
-        each = [*copy.module.parameters(), *copy.module.buffers()]
-        if all(x.dtype == dtype for x in each if x.is_floating_point()):
-            return packed
-        if any(x.is_complex() for x in each):
-            raise TypeError(message(name, "module", "complex numbers", f"{dtype} ones", "pass dtype=None"))
-        return Packed(dumps(copy._replace(module=copy.module.to(dtype)), _reduce))
+        _refuse(name, subject.module, dtype)
+    try:
+        with by_value(_modules_of(subject.fn)):
+            return Packed(dumps(subject, _reduce), dtype)
+    except Exception as error:
+        raise ValueError(
+            f"{name}: {argument}: cannot be copied for each rank ({type(error).__name__}: {error}); create what cannot "
+            "be pickled (process groups, open files, non-leaf tensors) inside the function"
+        ) from error
 
 
 def _reduce(obj: Any) -> Any:
@@ -94,23 +87,18 @@ def _reduce(obj: Any) -> Any:
     if type(obj) in _LOCKS:
         return _LOCKS[type(obj)], ()
     if type(obj) is weakref.ref:
-        return weakref.ref, (obj() if obj() is not None else _Gone(),)
+        return weakref.ref, (set() if obj() is None else obj(),)  # the set is collected at once
     return NotImplemented
 
 
-class _Gone:
-    """What a dead reference refers to: it is collected at once."""
-
-
-def _refuse(name: str, module: Any) -> None:
-    """Raise if a tensor has no numbers yet, or a parameter has hooks, which copies have not."""
+def _refuse(name: str, module: Any, dtype: torch.dtype | None) -> None:
+    """Raise if a parameter has hooks, which copies have not, or the dtype would drop imaginary parts."""
     if not isinstance(module, nn.Module):
         raise TypeError(message(name, "module", type(module).__name__, "an nn.Module"))
-    for which, x in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(x):
-            got, expected = f"a lazy module, whose {which} has no numbers yet", "the same numbers on all ranks"
-            raise ValueError(message(name, "module", got, expected, "call the module once before"))
-        if isinstance(x, nn.Parameter) and has_hooks(x):
+    if dtype is not None and any(x.is_complex() for x in (*module.parameters(), *module.buffers())):
+        raise TypeError(message(name, "module", "complex numbers", f"{dtype} ones", "pass dtype=None"))
+    for which, p in module.named_parameters():
+        if has_hooks(p):
             got, expected = f"parameter {which} with hooks on its gradient", "none, since copies have no such hooks"
             raise ValueError(message(name, "module", got, expected, "register them in the function, or in shard"))
 

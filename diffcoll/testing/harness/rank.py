@@ -26,7 +26,7 @@ from diffcoll.engines.devices import device_of_backend
 from diffcoll.engines.rank_state import seed_rank
 from diffcoll.testing.failures import RanksFailedError
 from diffcoll.testing.harness.cuts import Cuts, Detaches, recorded
-from diffcoll.testing.harness.layout import NAME, Code, FreshIsNan, Held, Ranks, fill, held_on_rank, local, tensors_of
+from diffcoll.testing.harness.layout import NAME, FreshIsNan, Held, Ranks, filled, held_on_rank, local, spans
 from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.harness.submodules import Traces, traced
 from diffcoll.testing.numbers import differentiable, numbers, real_inner
@@ -78,14 +78,12 @@ class Task:
     #: The weights of the outputs; None: those that `weight_of` gives for this stream, where shape (1,) is a loss.
     weights: Sequence[Tensor | None] | None = None
     stream: int = 0
-    #: Directions of its tensors: the inputs, followed by those of the module, are numbered in this order.
+    #: Directions v of its tensors: the inputs, followed by those of the module, are numbered in this order.
     directions: Mapping[int, Tensor] = field(default_factory=dict)
-    #: How far the tensors are moved along the directions first.
+    #: How far the tensors are moved along them first; 0: the gradients of ⟨v, the gradients⟩ are measured too.
     move: float = 0.0
     #: Whether to change the last digits of the tensors first, to see how large rounding is.
     jitter: bool = False
-    #: 2: the gradients of ⟨v, the gradients⟩ too, with the directions v.
-    order: int = 1
     backward: bool = True
     #: Whether calls of detach() keep the graph.
     undetached: bool = False
@@ -100,7 +98,7 @@ class Measured:
     outputs: list[Tensor]
     #: Which outputs have a graph.
     has_graph: list[bool]
-    #: The gradients of the inputs, followed by those of the module's tensors in the order of `tensors_of`.
+    #: The gradients of the inputs, followed by those of the module's tensors in the order of `spans`.
     gradients: list[Tensor]
     #: The same of second order.
     second: list[Tensor]
@@ -129,24 +127,14 @@ def weight_of(i: int, outputs: Sequence[Tensor], stream: int = 0) -> Tensor | No
     return numbers(tuple(y.shape), y.dtype, i, stream, WEIGHTS)
 
 
-def layout_on_rank(packed: Packed, ranks: Ranks, code: Code) -> list[Held]:
-    """Shard copies of the module that are filled with positions, and return what this rank holds."""
-    values: list[list[Tensor]] = []
-    module = nn.Module()
-    for step in range(code.digits):
-        subject = packed.unpack()
-        assert subject.module is not None
-        fill(subject.module, code, step)
-        with FreshIsNan():
-            module = sharded(subject, ranks)
-        values.append([_double(local(x)) for _, _, x in tensors_of(module)])
-    return held_on_rank(module, [code.read(each) for each in zip(*values, strict=True)])
-
-
-def _double(x: Tensor) -> Tensor:
-    if x.is_meta or x.is_complex() or x.layout != torch.strided:
-        return torch.full(x.shape, torch.nan, dtype=torch.double)
-    return x.cpu().double()
+def layout_on_rank(packed: Packed, ranks: Ranks, with_positions: bool) -> list[Held]:
+    """Shard a copy of the module whose numbers are their positions, and return what this rank holds."""
+    subject = packed.unpack()
+    assert subject.module is not None
+    total = filled(subject.module) if with_positions else 0
+    with FreshIsNan():
+        module = sharded(subject, ranks)
+    return held_on_rank(module, total)
 
 
 def sharded(subject: Subject, ranks: Ranks) -> nn.Module:
@@ -154,7 +142,7 @@ def sharded(subject: Subject, ranks: Ranks) -> nn.Module:
     assert subject.module is not None
     if subject.shard is None:
         return subject.module
-    axes, kinds = ranks.sizes, {x.device.type for _, _, x in tensors_of(subject.module)} - {"cpu", "meta"}
+    axes, kinds = ranks.sizes, {s.tensor.device.type for s in spans(subject.module)} - {"cpu", "meta"}
     device = kinds.pop() if kinds else device_of_backend(dist.get_backend())  # DTensor moves pieces to that of the mesh
     mesh = dist.device_mesh.init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     module = subject.shard(subject.module, mesh)
@@ -168,13 +156,13 @@ def measured(packed: Packed, task: Task) -> Measured:
     with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
         subject = packed.unpack()
         module = None if subject.module is None else sharded(subject, task.ranks)
-        inputs, named = leaves_of(task.part), [] if module is None else [x[1:] for x in tensors_of(module)]
-        tensors = [*inputs, *(x for _, x in named)]
+        inputs, named = leaves_of(task.part), [] if module is None else spans(module)
+        tensors = [*inputs, *(span.tensor for span in named)]
         with torch.no_grad():
-            for name, x in named:
-                x.grad = None
-                if name in task.write:
-                    local(x).copy_(task.write[name])
+            for span in named:
+                span.tensor.grad = None
+                if span.name in task.write:
+                    local(span.tensor).copy_(task.write[span.name])
             for k, v in task.directions.items() if task.move else ():
                 local(tensors[k]).add_(task.move * v.to(local(tensors[k])))
             for x in filter(differentiable, tensors) if task.jitter else ():
@@ -199,7 +187,7 @@ def measured(packed: Packed, task: Task) -> Measured:
         found = Measured([], [y.requires_grad for y in outputs], [], [], [], own, float(total.detach()), cuts, traces)
         if task.backward:
             others = _others(total, tensors) if subject.shard is None else []
-            if task.order > 1 and not own and total.requires_grad:
+            if task.directions and not task.move and not own and total.requires_grad:
                 found.gradients, found.second = _twice(total, tensors, task.directions)
             else:
                 if total.requires_grad and not own:
@@ -219,7 +207,7 @@ def losses_along(packed: Packed, task: Task, each: Sequence[Mapping[int, Tensor]
     for along in each:
         for k in STEPS:
             seed_rank(0, rank)
-            found.append(measured(packed, replace(task, directions=along, move=k, order=1, backward=False)).loss)
+            found.append(measured(packed, replace(task, directions=along, move=k, backward=False)).loss)
     return found
 
 
@@ -316,23 +304,18 @@ def objective(weights: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> Te
     return torch.stack([t.to(terms[0]) for t in terms]).sum() if terms else torch.zeros(())
 
 
-def _others(total: Tensor, known: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
-    """Return the leaf tensors that the loss depends on and that are neither inputs nor parameters, with gradients."""
+def _others(total: Tensor, known: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
+    """Return the leaf tensors that the loss depends on and that are neither inputs nor parameters."""
     ids = set(map(id, known))
-    found = [leaf for leaf in leaves_of_graph(total) if id(leaf) not in ids] if total.requires_grad else []
-    return [(weakref.ref(leaf), leaf.grad) for leaf in found]
+    return [weakref.ref(leaf) for leaf in leaves_of_graph(total) if id(leaf) not in ids] if total.requires_grad else []
 
 
-def _refuse_others(others: Sequence[tuple[weakref.ref[Tensor], Tensor | None]]) -> None:
+def _refuse_others(others: Sequence[weakref.ref[Tensor]]) -> None:
     """Raise if there are leaves whose gradients nothing checks; those of the function are gone with the graph."""
-    if all(ref() is None for ref, _ in others):
-        return
-    gc.collect()  # what is in a cycle; it takes tenths of a second in a large program
-    left = [(leaf, grad) for ref, grad in others if (leaf := ref()) is not None]
-    for leaf, grad in left:
-        leaf.grad = grad
-    if left:
-        shapes = ", ".join(f"{type(leaf).__name__} of shape {tuple(leaf.shape)}" for leaf, _ in left)
+    if any(ref() is not None for ref in others):
+        gc.collect()  # what is in a cycle; it takes tenths of a second in a large program
+    if left := [leaf for ref in others if (leaf := ref()) is not None]:
+        shapes = ", ".join(f"{type(leaf).__name__} of shape {tuple(leaf.shape)}" for leaf in left)
         got, expected = f"a function that uses a {shapes} that requires a gradient", "only those of the module"
         remedy = "others are not checked: pass it by module=, or call requires_grad_(False)"
         raise ValueError(message(NAME, "module", got, expected, remedy))

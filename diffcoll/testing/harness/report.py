@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -132,13 +132,21 @@ def title_of(on: str, n: int, *more: str) -> str:
     return ", ".join((on, f"{n} rank{'s' * (n != 1)}", *more))
 
 
-def ratio_in_words(ratio: float | None, n: int, near: float = 1e-3) -> str:
-    """Return a ratio as a number, and what it is in terms of N, as far as it is near enough."""
+def scale_in_words(ratio: float, sizes: Mapping[str, int], near: float = 1e-3) -> str:
+    """Return which power of a size a ratio is, as far as it is near enough; "": none."""
+    for name, n in sizes.items():
+        for power, words in {1: name, -1: f"1/{name}", 2: f"{name}²", -2: f"1/{name}²"}.items():
+            if n > 1 and math.isclose(ratio, float(n) ** power, rel_tol=near):
+                return words
+    return ""
+
+
+def ratio_in_words(ratio: float | None, n: int) -> str:
+    """Return a ratio as a number, and what it is in terms of N."""
     if ratio is None:
         return "no multiple"
-    powers = {1: " = N", -1: " = 1/N", 2: " = N²", -2: " = 1/N²"} if n > 1 else {}
-    words = (word for power, word in powers.items() if math.isclose(ratio, float(n) ** power, rel_tol=near))
-    return f"{ratio:.4g}{next(words, '')}"
+    words = scale_in_words(ratio, {"N": n})
+    return f"{ratio:.4g} = {words}" if words else f"{ratio:.4g}"
 
 
 def together(each: Iterable[tuple[str, str]]) -> Iterator[str]:

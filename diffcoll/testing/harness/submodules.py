@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,8 +25,6 @@ class Traces:
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    #: The biases of submodules, by the submodule's name.
-    biases: dict[str, Tensor] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -34,7 +32,7 @@ def traced(module: nn.Module | None) -> Iterator[Traces]:
     """Record the calls of the submodules."""
     from torch.distributed.tensor import DTensor
 
-    found, calls = Traces(), dict[str, int]()
+    found, called = Traces(), set[str]()
 
     def whole(x: Tensor) -> Tensor:
         x = x.detach()
@@ -42,18 +40,16 @@ def traced(module: nn.Module | None) -> Iterator[Traces]:
 
     def record(name: str, each: nn.Module, inputs: object, output: object) -> None:
         y = next((y for y in tree_flatten(output)[0] if isinstance(y, Tensor) and y.is_floating_point()), None)
-        calls[name] = calls.get(name, 0) + 1
-        if y is None or y.dim() == 0 or calls[name] > 1:
+        if y is None or y.dim() == 0 or name in called:
             found.outputs.pop(name, None)
-            return
-        found.outputs[name] = whole(y)
-        if y.requires_grad:
-            y.register_hook(partial(keep, name))  # type: ignore[no-untyped-call]
-        if isinstance(bias := getattr(each, "bias", None), Tensor):
-            found.biases[name] = whole(bias)
+        else:
+            found.outputs[name] = whole(y)
+            if y.requires_grad:
+                y.register_hook(partial(keep, name))  # type: ignore[no-untyped-call]
+        called.add(name)
 
     def keep(name: str, g: Tensor) -> None:
-        if calls[name] == 1:
+        if name in found.outputs:
             found.gradients[name] = whole(g)
 
     names = {} if module is None else {each: unwrapped(module, name) for name, each in module.named_modules()}
@@ -65,12 +61,17 @@ def traced(module: nn.Module | None) -> Iterator[Traces]:
             handle.remove()
 
 
-def first_differences(whole: Traces, each: Sequence[Traces], ranks: Ranks, factors: Sequence[float]) -> Iterator[str]:
-    """Yield what is to be said of the first submodule whose output differs, and the first whose gradient does."""
+def first_differences(
+    whole: Traces, each: Sequence[Traces], ranks: Ranks, factors: Sequence[float], tensors: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Yield what is to be said of the first submodule whose output differs, and the first whose gradient does.
+
+    Gradients may be larger by one of the factors; `tensors` are those of the module.
+    """
     for name, wanted in whole.outputs.items():
         got = [t.outputs.get(name) for t in each]
         if _differs(wanted, got, ranks):
-            words = _words(wanted, got, ranks, each[0].biases.get(name))
+            words = _words(wanted, got, ranks, tensors.get(f"{name}.bias"))
             yield f"the first output that differs is that of {name}{words}"
             break
     for name, wanted in whole.gradients.items():
@@ -91,13 +92,9 @@ def _differs(wanted: Tensor, got: Sequence[Tensor | None], ranks: Ranks) -> bool
     held = [x for x in got if x is not None]
     # No way: the ranks have other rows, as where tokens were sent to experts. Nothing is known then.
     ways = _ways(wanted, got, ranks) if held else []
-    tried = [got, *(_summed(got, ranks, axis) for axis in _axes(ranks))]
+    tried = [got, *(_summed(got, ranks, axis) for axis in ranks.axes)]
     right = any(_are(each, pieces) for pieces in ways for each in tried)
     return bool(ways) and not right and not (wanted.dim() > 1 and _same_rows(wanted, held))
-
-
-def _axes(ranks: Ranks) -> list[str]:
-    return [axis for axis, n in ranks.sizes.items() if n > 1]
 
 
 def _summed(got: Sequence[Tensor | None], ranks: Ranks, axis: str) -> list[Tensor | None]:
@@ -130,7 +127,7 @@ def _words(wanted: Tensor, got: Sequence[Tensor | None], ranks: Ranks, bias: Ten
     if bias is None or any(x is not None and x.shape[-1:] != bias.shape for x in (wanted, *got)):
         return ""
     for pieces in _ways(wanted, got, ranks):
-        for axis in _axes(ranks):
+        for axis in ranks.axes:
             n = ranks.sizes[axis]
             if _are([None if x is None else x - (n - 1) * bias for x in got], pieces):
                 return f", which has its bias {n} times, once for each rank of {axis}"
