@@ -3,7 +3,7 @@
 Ranks make a call in ways of their own, which change no gradient: memory layouts, order of keys, checkpoints' policies.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -162,18 +162,7 @@ class Program:
 
     def __str__(self):
         """Return code that runs this program."""
-        return f"from test_programs import *\ncheck({_code(self)})"
-
-
-def _code(value):
-    if isinstance(value, (Program, Step, Case, Way)):
-        given = ", ".join(f"{f.name}={_code(getattr(value, f.name))}" for f in fields(value))
-        return f"{type(value).__name__}({given})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {_code(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, tuple):
-        return "(" + "".join(f"{_code(v)}, " for v in value) + ")"
-    return repr(value)
+        return f"from test_programs import *\ncheck({self!r})"
 
 
 def check(program, run=None):
@@ -226,27 +215,22 @@ def programs(draw, n=None, most=20):
     return Program(n, tuple(steps), tuple(draw(used) for _ in range(n)), layouts)
 
 
-def fuzz_nests(count, **more):
-    def holds(example):
-        program, nest = example
-        check_nest(program, nest)
+def at_length(few, many, seconds):
+    """Run a test on a few examples, always the same, and on many in the slow suite."""
+    marks = [pytest.mark.slow, pytest.mark.timeout(seconds)]
+    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=marks)])
 
+
+@at_length(12, 400, 1200)
+def test_programs_in_nests(count):
     nested = st.lists(st.sampled_from(nests.NAMES), min_size=1, max_size=2)
-    calls.each(st.tuples(programs(most=3), nested), count, holds, **more)
+    pairs = st.tuples(programs(most=3), nested)
+    calls.each(pairs, count, lambda pair: check_nest(*pair), derandomize=count == 12)
 
 
-def test_programs_in_nests():
-    fuzz_nests(12, derandomize=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_many_programs_in_nests():
-    fuzz_nests(400)
-
-
-def test_fifty_programs():
-    calls.each(programs(), 50, check, derandomize=True)
+@at_length(50, 10_000, 3600)
+def test_programs(count):
+    calls.each(programs(), count, check, derandomize=count == 50)
 
 
 def test_a_planted_mistake_is_found(monkeypatch):
@@ -263,12 +247,6 @@ def test_a_failure_is_code_that_runs():
     with pytest.raises(AssertionError) as caught:
         check(program, lambda gradient: [g + r for r, g in enumerate(rules(gradient, range(2)))])
     assert "rank 1\n" in str(caught.value) and str(program) in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_ten_thousand_programs():
-    calls.each(programs(), 10_000, check)
 
 
 @runs_on("gloo", "mpi")
