@@ -65,17 +65,19 @@ class Disagreement(NamedTuple):
 
 
 def inputs(call, usual, odd, named, **more):
+    """A call of another x on rank 1."""
     return Disagreement(lambda is_odd: wait(call(odd if is_odd else usual, **more)), named)
 
 
-def arguments(call, shape, argument, usual, odd, named=None, **more):
+def argument(call, shape, name, usual, odd, named=None, **more):
+    """A call with another value of one argument on rank 1."""
+
     def calls(is_odd):
-        return wait(call(x_(*shape), **{argument: odd if is_odd else usual}, **more))
+        return wait(call(x_(*shape), **{name: odd if is_odd else usual}, **more))
 
-    return Disagreement(calls, named or f"{argument}={odd!r}")
+    return Disagreement(calls, named or f"{name}={tuple(odd) if isinstance(odd, list) else odd!r}")
 
 
-HALVES, OTHER = (torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.bfloat16))
 DISAGREEMENTS = [
     # dtypes and shapes; of as many numbers, too
     inputs(dc.all_reduce, x_(3), x_(4), "(4,)"),
@@ -85,41 +87,37 @@ DISAGREEMENTS = [
     inputs(dc.all_gather, x_(2, 3), x_(2, 4), "(2, 4)", sizes=[2, 2, 2]),
     inputs(dc.gather, x_(1), x_(1)[0], "stacked", sizes=[1, 1, 1]),
     inputs(dc.broadcast, x_(3), x_(3).float(), "float32"),
-    inputs(dc.all_reduce, HALVES, OTHER, "bfloat16", op="mean"),
+    inputs(dc.all_reduce, x_(3).half(), x_(3).bfloat16(), "bfloat16", op="mean"),
     inputs(dc.all_to_all, x_(3), x_(6), "split_sizes=(2, 2, 2)"),
     inputs(dc.all_to_all, x_(3, 4), x_(3, 2), "(3, 2)"),
     Disagreement(lambda odd: dc.all_gather(x_(3) if odd else x_(1, 3), stack=odd), "stacked"),
     Disagreement(lambda odd: torch.vmap(lambda x: dc.all_reduce(x_(3) if odd else x) + x)(x_(2, 3)), "(3,)"),
     # every argument
-    arguments(dc.all_reduce, (3,), "op", "sum", "max", "max"),
-    arguments(dc.reduce_scatter, (3,), "op", "sum", "avg", "mean"),
-    arguments(dc.reduce_scatter, (3,), "op", "product", "max", "max"),
-    arguments(dc.reduce, (3,), "op", "min", "logsumexp", "logsumexp", dst=1),
-    arguments(dc.all_gather, (3, 3), "dim", 0, 1),
-    arguments(dc.all_gather, (2,), "sizes", [2, 2, 2], [1, 2, 2], "(1, 2, 2)"),
-    arguments(dc.all_gather, (2,), "sizes", [2, 2, 2], "auto", "all_gather("),
-    arguments(dc.reduce_scatter, (3,), "sizes", None, [0, 1, 2], "(0, 1, 2)"),
-    arguments(dc.gather, (2,), "sizes", [2, 2, 2], [1, 2, 3], "(1, 2, 3)"),
-    arguments(dc.scatter, (6,), "sizes", [2, 2, 2], [1, 2, 3], "(1, 2, 3)"),
-    arguments(dc.gather_batch, (3,), "sizes", [3, 3, 3], [2, 3, 2], "2"),
-    arguments(dc.broadcast, (3,), "src", 0, 2),
-    arguments(dc.scatter, (3,), "src", 0, 2),
-    arguments(dc.reduce, (3,), "dst", 0, 1),
-    arguments(dc.gather, (3,), "dst", 0, 1),
-    arguments(dc.permute, (3,), "pairs", RING, RING[:2], "pairs=((0, 1), (1, 2))"),
-    arguments(dc.shift, (3,), "offset", 1, 2, "pairs=((0, 2)"),
-    arguments(dc.scan, (3,), "reverse", False, True),
-    arguments(dc.scan, (3,), "exclusive", False, True),
-    arguments(dc.all_reduce, (3,), "grad_placement", "partial", "replicate", "replicate"),
-    arguments(dc.all_reduce, (3,), "grad_placement", "partial", "replicate", "replicate", op="max"),
-    arguments(dc.all_reduce, (3,), "async_op", False, True),
-    arguments(dc.all_to_all, (3, 3), "split_dim", 0, 1, concat_dim=0),
-    arguments(
-        dc.all_to_all, (3, 2), "split_sizes", [1, 1, 1], [0, 1, 2], "split_sizes=(0, 1, 2)", split_dim=0, concat_dim=1
-    ),
-    arguments(
-        dc.all_to_all, (3,), "concat_sizes", [1, 1, 1], [1, 1, 2], "concat_sizes=(1, 1, 2)", split_sizes=[1, 1, 1]
-    ),
+    argument(dc.all_reduce, (3,), "op", "sum", "max", "max"),
+    argument(dc.reduce_scatter, (3,), "op", "sum", "avg", "mean"),
+    argument(dc.reduce_scatter, (3,), "op", "product", "max", "max"),
+    argument(dc.reduce, (3,), "op", "min", "logsumexp", "logsumexp", dst=1),
+    argument(dc.all_gather, (3, 3), "dim", 0, 1),
+    argument(dc.all_gather, (2,), "sizes", [2, 2, 2], [1, 2, 2], "(1, 2, 2)"),
+    argument(dc.all_gather, (2,), "sizes", [2, 2, 2], "auto", "all_gather("),
+    argument(dc.reduce_scatter, (3,), "sizes", None, [0, 1, 2], "(0, 1, 2)"),
+    argument(dc.gather, (2,), "sizes", [2, 2, 2], [1, 2, 3], "(1, 2, 3)"),
+    argument(dc.scatter, (6,), "sizes", [2, 2, 2], [1, 2, 3], "(1, 2, 3)"),
+    argument(dc.gather_batch, (3,), "sizes", [3, 3, 3], [2, 3, 2], "2"),
+    argument(dc.broadcast, (3,), "src", 0, 2),
+    argument(dc.scatter, (3,), "src", 0, 2),
+    argument(dc.reduce, (3,), "dst", 0, 1),
+    argument(dc.gather, (3,), "dst", 0, 1),
+    argument(dc.permute, (3,), "pairs", RING, RING[:2]),
+    argument(dc.shift, (3,), "offset", 1, 2, "pairs=((0, 2)"),
+    argument(dc.scan, (3,), "reverse", False, True),
+    argument(dc.scan, (3,), "exclusive", False, True),
+    argument(dc.all_reduce, (3,), "grad_placement", "partial", "replicate", "replicate"),
+    argument(dc.all_reduce, (3,), "grad_placement", "partial", "replicate", "replicate", op="max"),
+    argument(dc.all_reduce, (3,), "async_op", False, True),
+    argument(dc.all_to_all, (3, 3), "split_dim", 0, 1, concat_dim=0),
+    argument(dc.all_to_all, (3, 2), "split_sizes", [1, 1, 1], [0, 1, 2], split_dim=0, concat_dim=1),
+    argument(dc.all_to_all, (3,), "concat_sizes", [1, 1, 1], [1, 1, 2], split_sizes=[1, 1, 1]),
     # trees
     inputs(dc.all_reduce, [x_(3)], [x_(3), x_(3)], "x[1]: torch.float64 (3,)"),
     inputs(dc.all_gather, [x_(3)], x_(3), "all_gather("),
@@ -151,8 +149,7 @@ def test_disagreements(run):
                 assert dc.all_reduce(torch.tensor([r])).tolist() == [3], i  # the group works
         return texts
 
-    of_ranks = run(body, range(N))
-    for (_, named), texts in zip(DISAGREEMENTS, zip(*of_ranks, strict=True), strict=True):
+    for (_, named), texts in zip(DISAGREEMENTS, zip(*run(body, range(N)), strict=True), strict=True):
         assert len({*texts}) == 1, texts
         lines = texts[0].splitlines()[-N:]
         assert [line.split(":")[0] for line in lines] == [f"  rank {r}" for r in range(N)]
