@@ -41,14 +41,14 @@ def rare(make, *arguments, **more):
         return make(*arguments, **more)
 
 
+def raising(error, *values):
+    return [(value, error) for value in values]
+
+
 # ── x, of every collective ───────────────────────────────────────────────────────────────────────────────
 
 WRONG_X = [
-    ("numbers", TypeError),
-    (np.ones(4), TypeError),
-    (None, TypeError),
-    (3.0, TypeError),
-    (X.to_sparse(), TypeError),
+    *raising(TypeError, "numbers", np.ones(4), None, 3.0, X.to_sparse()),
     (rare(torch.Tensor.to_sparse_csr, X), TypeError),
     (rare(torch.quantize_per_tensor, X, 0.1, 0, torch.qint8), TypeError),
     (rare(torch.nested.nested_tensor, [torch.ones(2, 2), torch.ones(1, 2)]), TypeError),
@@ -92,20 +92,18 @@ OF_X = [
 
 # ── every argument of every collective that has it ───────────────────────────────────────────────────────
 
-FLAG = [("no", TypeError), (1, TypeError), (None, TypeError)]
-DIM = [("0", TypeError), (0.0, TypeError), (True, TypeError), (2, ValueError), (-3, ValueError), (GROUP, TypeError)]
+FLAG = raising(TypeError, "no", 1, None)
+DIM = [*raising(TypeError, "0", 0.0, True, GROUP), *raising(ValueError, 2, -3)]
+ROOT = [*raising(TypeError, "0", 0.5, None, GROUP), *raising(ValueError, 2, -1)]
 SIZES = [
-    ("equal", ValueError),
-    (2, ValueError),
-    (3.5, ValueError),
-    ([2, "2"], TypeError),
-    ([4, 1.5], TypeError),
-    ([4], ValueError),
-    ([1, 2, 1], ValueError),
-    ([5, -1], ValueError),
-    ([3, 3], ValueError),
+    *raising(TypeError, [2, "2"], [4, 1.5]),
+    *raising(ValueError, "equal", 2, 3.5, [4], [1, 2, 1], [5, -1], [3, 3]),
 ]
-ROOT = [("0", TypeError), (0.5, TypeError), (None, TypeError), (2, ValueError), (-1, ValueError), (GROUP, TypeError)]
+OPS = [
+    *raising(ValueError, max, torch.amax, lambda stack: stack.sum(0), torch.add, GROUP, 3, None, ["sum"]),
+    *raising(ValueError, "mode", "maximum", "amax", "average", "SUM", "bxor"),
+    *raising(ValueError, dist.ReduceOp.BAND, dist._make_nccl_premul_sum(2.0)),
+]
 WRONG_BY_NAME = {
     "async_op": FLAG,
     "concat_dim": DIM,
@@ -113,23 +111,13 @@ WRONG_BY_NAME = {
     "dim": DIM,
     "dst": ROOT,
     "exclusive": FLAG,
-    "grad_placement": [(value, ValueError) for value in ("same", None, True, ["partial"])],
-    "group": [(value, TypeError) for value in ("world", 0, [0, 1], (0,), X)],
-    "offset": [("1", TypeError), (0.5, TypeError), (None, TypeError)],
-    "op": [
-        *((value, ValueError) for value in (max, torch.amax, lambda stack: stack.sum(0), torch.add, GROUP)),
-        *((value, ValueError) for value in ("mode", "maximum", "amax", "average", "SUM", 3, None, ["sum"])),
-        *((value, ValueError) for value in (dist.ReduceOp.BAND, "bxor", dist._make_nccl_premul_sum(2.0))),
-    ],
+    "grad_placement": raising(ValueError, "same", None, True, ["partial"]),
+    "group": raising(TypeError, "world", 0, [0, 1], (0,), X),
+    "offset": raising(TypeError, "1", 0.5, None),
+    "op": OPS,
     "pairs": [
-        (3, TypeError),
-        ("01", TypeError),
-        ([(0, 1, 1)], TypeError),
-        ([("a", 1)], TypeError),
-        ([(0, 1), (0, 0)], ValueError),  # a rank twice
-        ([(0, 1), (1, 1)], ValueError),
-        ([(0, 2)], ValueError),
-        ([(-1, 0)], ValueError),
+        *raising(TypeError, 3, "01", [(0, 1, 1)], [("a", 1)]),
+        *raising(ValueError, [(0, 1), (0, 0)], [(0, 1), (1, 1)], [(0, 2)], [(-1, 0)]),  # a rank twice, or none of them
     ],
     "reverse": FLAG,
     "sizes": SIZES,
