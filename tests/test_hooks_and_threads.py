@@ -109,7 +109,9 @@ def second_order(x, r, in_thread, unequal):
 
     if in_thread:
         with ThreadPoolExecutor(1) as thread:
-            (g,) = thread.submit(first).result()
+            done = thread.submit(first)
+        assert done.exception() is None  # only the second backward may raise
+        (g,) = done.result()
     else:
         with torch.autograd.set_multithreading_enabled(False):
             (g,) = first()
