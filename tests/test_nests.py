@@ -8,11 +8,9 @@ import random
 from dataclasses import replace
 from functools import partial
 
-import calls
 import nests
 import pytest
 import torch
-from hypothesis import strategies as st
 from runs import gloo, rules
 from torch.autograd import forward_ad
 
@@ -77,20 +75,27 @@ def reductions(n, name=None):
     return [case for case in table(n) if not case.linear and name in (None, case.name)]
 
 
-def test_reductions():
-    check(drawn(reductions(3), 0)[::2], 3, rules)
+def linear(n):
+    return [case for case in table(n) if case.linear]
 
 
-def test_linear_collectives():
-    check(drawn([case for case in table(3) if case.linear], 1)[::4], 3, rules)
+def run_alone(body, ranks):
+    """On one rank, without a group."""
+    return [body(0)]
 
 
-def test_one_rank_without_a_group():
-    check(drawn(reductions(1, "all_reduce"), 2), 1, lambda body, ranks: [body(0)])
-
-
-def test_processes():
-    check(drawn(reductions(3), 3)[::4], 3, gloo)
+@pytest.mark.parametrize(
+    ("calls", "every", "run"),
+    [
+        (reductions(3), 2, rules),
+        (linear(3), 4, rules),
+        (reductions(3), 4, gloo),
+        (reductions(1, "all_reduce"), 1, run_alone),
+    ],
+    ids=["reductions", "linear", "processes", "alone"],
+)
+def test_the_table(calls, every, run):
+    check(drawn(calls, every)[::every], calls[0].size, run)
 
 
 @pytest.mark.slow
@@ -113,33 +118,19 @@ def test_every_nest_of_every_reduction(n, outermost):
     check(pairs, n, rules)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_random_calls():
-    def hold(example):
-        case, seed = example
-        if not case.dtype.is_complex:
-            check(drawn([case], seed), case.size, rules)
-
-    calls.each(st.tuples(calls.cases(), st.integers(0, 1 << 16)), 1000, hold)
-
-
 def test_values_by_hand():
-    """d²/dx² of (sin x)(sin 2x) and of the largest of x² and 2x², on one rank and on two."""
-    x = torch.tensor(0.7, dtype=torch.float64)
-    expected = {"product": -5 * x.sin() * (2 * x).sin() + 4 * x.cos() * (2 * x).cos(), "max": 4 + 0 * x}
+    """d²/dx² of (sin x)(sin 2x), on two ranks, and of x² on one."""
 
-    def second(x, op):
-        def f(x):
-            mine = (dc.get_rank() + 1) * x
-            return dc.all_reduce(mine.sin() if op == "product" else mine * x, op)
-
+    def second(f):
         return torch.func.jacfwd(torch.func.jacfwd(f))(x)
 
-    for op, value in expected.items():
-        torch.testing.assert_close(rules(partial(second, op=op), [x, x]), [value] * 2)
-    squares = torch.func.jacfwd(torch.func.jacfwd(lambda x: dc.all_reduce(x.square(), "product")))(x)
-    assert squares == 2
+    def body(r):
+        return second(lambda x: dc.all_reduce(((r + 1) * x).sin(), "product"))
+
+    x = torch.tensor(0.7, dtype=torch.float64)
+    expected = -5 * x.sin() * (2 * x).sin() + 4 * x.cos() * (2 * x).cos()
+    torch.testing.assert_close(rules(body, range(2)), [expected] * 2)
+    assert second(lambda x: dc.all_reduce(x.square(), "product")) == 2
 
 
 @pytest.mark.parametrize("op", OPS)

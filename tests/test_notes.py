@@ -14,7 +14,7 @@ from diffcoll.collectives import COLLECTIVES
 ROOT = Path(diffcoll.__file__).parent.parent
 NOTES = ROOT / "notes"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#\s]*)[^)\s]*\)")
+LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
 
 
 def blocks(text):
@@ -80,7 +80,7 @@ def test_the_collectives_in_order():
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_note_rule_and_truth_go_together(name):
-    """The signature, then the formulas of the rule's header, and a program that calls it."""
+    """The signature, the formulas of the rule's header, a program that calls it, and the formulas in the index."""
     section = of_collective(name)
     signature = inspect.signature(getattr(diffcoll, name))
     empty = inspect.Parameter.empty
@@ -94,17 +94,34 @@ def test_note_rule_and_truth_go_together(name):
     assert f"dc.{name}(" in code
     assert f"notes/collectives/collectives.md#{name} " in header and f"diffcoll.truth.{name}\n" in header
     assert callable(getattr(diffcoll.truth, name))
+    index = (NOTES / "collectives" / "README.md").read_text(encoding="utf-8")
+    _, *cells = (
+        cell.strip() for cell in re.search(rf"^\| \[{name}\]\(.*$", index, re.MULTILINE)[0].strip("|").split("|")
+    )
+    lines = [re.search(rf"^{label} +(.*)$", header, re.MULTILINE)[1] for label in ("forward", "adjoint")]
+    assert cells == [re.sub(r" +=", " =", line).split("  ")[0] for line in lines]
 
 
-#: Pages whose links are checked: those of the notes, and what only developers read.
-LINKING = sorted([*NOTES.rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"])
+#: Pages whose links are checked: those of the notes, the first one, and what only developers read.
+LINKING = sorted(
+    [*NOTES.rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"))]
+)
+
+
+def anchors(text):
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", LINKING, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path):
-    for link in LINK.findall(prose(path.read_text(encoding="utf-8"))):
-        if link and "://" not in link:
-            assert (path.parent / link).exists(), f"{path.name} links to {link}"
+def test_links_lead_to_files_and_headings(path):
+    for file, anchor in LINK.findall(prose(path.read_text(encoding="utf-8"))):
+        target = path.parent / file
+        assert "://" in file or target.exists(), f"{path.name} links to {file}"
+        if anchor and "://" not in file:
+            text = (target if file else path).read_text(encoding="utf-8")
+            assert anchor in anchors(text), f"{path.name} links to {file}#{anchor}"
 
 
 def test_mentioned_notes_exist():
@@ -120,48 +137,17 @@ def test_mentioned_notes_exist():
     assert not [(path, note) for path, note in sorted(found) if not (ROOT / note).exists()]
 
 
-def anchors(text):
-    """The anchors that GitHub gives a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("path", LINKING, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_to_headings(path):
-    for file, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]*)\)", prose(path.read_text(encoding="utf-8"))):
-        target = path.parent / file if file else path
-        assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path.name} links to {file}#{anchor}"
-
-
 @pytest.mark.parametrize(
-    ("code", "line", "what"),
-    [("\nassert 1 == 2\n", 6, "AssertionError"), ("x = 1\n\n1 / 0\n", 7, "ZeroDivisionError"), ("a b\n", 5, "Syntax")],
+    ("page", "belong"), [("alone.md", None), ("steps.md", "STEPS"), ("first.md", "AFTER_THE_FIRST")]
 )
-def test_a_failing_example_is_named(tmp_path, code, line, what):
-    note = tmp_path / "wrong.md"
-    note.write_text(f"# wrong\n\nText.\n```python\n{code}```\n", encoding="utf-8")
-    with pytest.raises(AssertionError, match=rf"wrong\.md:{line}, in the block at line 5: {what}"):
-        run_blocks(note)
-
-
-TWO = "```python\na = 1\n```\n\n```text\nno code\n```\n\n```python\nassert a == 1\n```\n"
-
-
-def test_a_block_is_pasted_alone(tmp_path):
-    note = tmp_path / "two.md"
-    note.write_text(TWO, encoding="utf-8")
-    with pytest.raises(AssertionError, match=r"two\.md:10, in the block at line 10: NameError: name 'a'"):
-        run_blocks(note)
-
-
-@pytest.mark.parametrize("pages", ["STEPS", "AFTER_THE_FIRST"])
-def test_blocks_that_belong_together(tmp_path, monkeypatch, pages):
-    monkeypatch.setitem(globals(), pages, {"two.md"})
-    third = "```python\nassert b == 2\n```\n"
-    note = tmp_path / "two.md"
-    note.write_text(TWO.replace("assert a == 1", "assert a == 1\nb = 2") + third, encoding="utf-8")
-    if pages == "STEPS":
-        run_blocks(note)
+def test_which_blocks_are_pasted_together(tmp_path, monkeypatch, page, belong):
+    """An error names the line of a block that lacks what another one defines."""
+    if belong:
+        monkeypatch.setitem(globals(), belong, {page})
+    blocks = "a = 1", "assert a == 1\nb = 2", "assert b == 2"
+    (tmp_path / page).write_text("\n".join(f"```python\n{code}\n```" for code in blocks), encoding="utf-8")
+    if belong == "STEPS":
+        run_blocks(tmp_path / page)
     else:
-        with pytest.raises(AssertionError, match="NameError: name 'b'"):
-            run_blocks(note)
+        with pytest.raises(AssertionError, match=rf"{page}:{9 if belong else 5}, .* NameError"):
+            run_blocks(tmp_path / page)

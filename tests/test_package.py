@@ -106,9 +106,7 @@ def test_breaks_of_the_api_are_found(tmp_path):
         file.write_text(text.replace(old, new), encoding="utf-8")
 
     edit("collectives/all_gather.py", "stack: ", "stacked: ")
-    edit("nn/functional.py", '    "koleo_loss",\n', "")
     edit("averaging/averager.py", "def close(", "def close_it(")
-    edit("truth.py", "def scan(", "def prefix(")
     edit("core/errors.py", "def user_line(", "def line_of_user(")  # not exported
     edit("testing/spawn.py", "seed: int = 0,", "seed: int = 0,\n    more: int = 0,")
     (tmp_path / "diffcoll/collectives/shift.py").rename(tmp_path / "diffcoll/composed/shift.py")
@@ -116,8 +114,6 @@ def test_breaks_of_the_api_are_found(tmp_path):
     assert python(*compare, returns=1).stdout.splitlines() == [
         "diffcoll.GradientAverager.close: Public object was removed",
         "diffcoll.all_gather(stack): Parameter was removed",
-        "diffcoll.nn.functional.koleo_loss: Public object was removed",
-        "diffcoll.truth.scan: Public object was removed",
     ]
 
 

@@ -1,22 +1,18 @@
 """Collectives in torch.profiler: forward and backward, by name, with group and bytes."""
 
-import json
-
 import torch
 from runs import gloo
 
 import diffcoll as dc
 
 
-def test_every_collective_is_named(tmp_path):
+def test_every_collective_is_named():
     def body(r):
         x = torch.ones(4, 3, requires_grad=True)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             pending = dc.broadcast(x, src=1, async_op=True)
             y = dc.all_gather(x) * dc.all_reduce(x, "max").sum()
             (y.sum() + pending.wait().sum()).backward()
-        if r == 0:
-            profile.export_chrome_trace(str(tmp_path / "trace.json"))
         dc.all_reduce(x)  # outside of the profile
         return [event.name for event in profile.events() if event.name.startswith("diffcoll.")]
 
@@ -26,5 +22,3 @@ def test_every_collective_is_named(tmp_path):
         assert f"diffcoll.all_gather backward: {small}, 96 B" in names
         assert f"diffcoll.broadcast backward: {small}, 48 B" in names
         assert {f"diffcoll.broadcast: {small}", f"diffcoll.broadcast backward: {small}"} < {*names}  # the waits
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert any(event.get("name", "").startswith("diffcoll.all_gather backward") for event in trace["traceEvents"])

@@ -1,6 +1,9 @@
-"""Random programs: gradients in one graph of all ranks = the rules = real processes."""
+"""Random programs: gradients in one graph of all ranks = the rules = real processes.
 
-from dataclasses import dataclass, fields, replace
+Ranks make a call in ways of their own, which change no gradient: memory layouts, order of keys, checkpoints' policies.
+"""
+
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -12,9 +15,11 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 from releases import compiles
 from runs import new_group, rules, runs_on, spawned, truth
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
+from diffcoll.core.arguments import TAKE_TREES
 from diffcoll.core.maps import Scan
 from diffcoll.testing.cases import Case
 
@@ -23,13 +28,49 @@ DRAWN = [name for name in COLLECTIVES if name not in ("sum_gradients", "split")]
 SEED = 3
 
 
+def _selective(saves):
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if saves(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+#: What a rank's checkpoint keeps.
+POLICIES = {
+    "nothing": _selective(lambda op: False),
+    "communication": _selective(lambda op: op.namespace in ("c10d", "_c10d_functional", "diffcoll")),
+    "writes": _selective(lambda op: op._schema.is_mutable),
+    "all": _selective(lambda op: True),
+}
+
+#: The same values in other memory layouts; the gradient that arrives has that of the result.
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x,
+    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+    "offset": lambda x: torch.cat([x.new_zeros(3), x.reshape(-1)])[3:].view(x.shape),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one rank makes a call: the input's layout, the order of a tree's keys, and what a checkpoint keeps."""
+
+    layout: str = "contiguous"
+    requires_grad: bool = True
+    reverse: bool = False
+    policy: str = "nothing"
+
+
 @dataclass(frozen=True)
 class Step:
-    """One call, on some of the ranks, whose input depends on an earlier result."""
+    """One call of some ranks, whose input depends on an earlier result; plain, of a tree, or in a checkpoint."""
 
     case: Case
     source: int
     ranks: tuple[int, ...]
+    ways: tuple[Way, ...] = ()
+    form: str = ""
 
     def given(self, r):
         """Rank r's own input."""
@@ -40,14 +81,36 @@ class Step:
         own = {key: value[me] for key, value in self.case.per_rank.items()}
         return getattr(dc, self.case.name)(x, group=group, **self.case.arguments, **own)
 
+    def start_in_its_way(self, x, r, group, checkpoints):
+        """As `start`, in rank r's way; in one graph of all ranks no checkpoint computes anything again."""
+        way = self.ways[self.ranks.index(r)]
+        x = LAYOUTS[way.layout](x if way.requires_grad else x.detach())
+        if self.form == "tree":
+            leaves = [("b", x), ("a", [x.sin()])]
+            return self.start(dict(leaves[:: -1 if way.reverse else 1]), r, group)
+        if self.form != "checkpoint":
+            return self.start(x, r, group)
+
+        def part(x):
+            return finished(self.start(x.sin(), r, group)).sin()
+
+        return checkpoint(part, x, use_reentrant=False, context_fn=POLICIES[way.policy]) if checkpoints else part(x)
+
+
+def finished(y):
+    """The result, as one tensor, of a call that may be in flight and may be of a tree."""
+    y = y.wait() if isinstance(y, dc.Pending) else y
+    return torch.cat([y["b"].reshape(-1), y["a"][0].reshape(-1)]) if isinstance(y, dict) else y
+
 
 @dataclass(frozen=True)
 class Program:
-    """A program of N ranks, and the results that each rank's loss uses."""
+    """A program of N ranks, the results that each rank's loss uses, and the layouts of the gradients it sends back."""
 
     n: int
     steps: tuple[Step, ...]
     uses: tuple[tuple[int, ...], ...]
+    layouts: tuple[str, ...]
 
     def groups(self):
         """All ranks make all groups, in the same order."""
@@ -56,28 +119,28 @@ class Program:
     def given(self, r):
         return [step.given(r) for step in self.steps]
 
-    def results(self, r, given, groups, x0):
+    def results(self, r, given, groups, x0, start=Step.start):
         """Every step's result; one in flight is waited for when a step uses it, or at the end, on all ranks alike."""
         pool = [x0]
 
         def waited(i):
-            pool[i] = pool[i].wait() if isinstance(pool[i], dc.Pending) else pool[i]
+            pool[i] = finished(pool[i])
             return pool[i]
 
         for step, x in zip(self.steps, given, strict=True):
             earlier = waited(step.source).sin().sum().tanh()
             y = earlier
             if r in step.ranks:
-                y = step.start(x * (1.5 + earlier), r, groups[step.ranks])
+                y = start(step, x * (1.5 + earlier), r, groups[step.ranks])
             pool.append(y)
         return [waited(i) for i in range(len(pool))]
 
-    def loss(self, r, x0):
+    def loss(self, r, x0, checkpoints=True):
         """Rank r's loss; a result may be used several times, by some ranks only, or not at all."""
         given, groups = self.given(r), self.groups()
         with dc.joint_backward() as joint:
-            pool = self.results(r, given, groups, x0)
-            terms = [(i + 1 + r) * pool[i].sin().sum() for i in self.uses[r]]
+            pool = self.results(r, given, groups, x0, partial(Step.start_in_its_way, checkpoints=checkpoints))
+            terms = [(i + 1 + r) * LAYOUTS[self.layouts[r]](pool[i]).sin().sum() for i in self.uses[r]]
             return joint(sum(terms, x0.sum() * 0))
 
     def value(self, r, given, groups, x0):
@@ -89,27 +152,17 @@ class Program:
 
     def truth(self):
         xs = self.inputs()
-        losses = truth(self.loss, range(self.n), xs)
+        losses = truth(partial(self.loss, checkpoints=False), range(self.n), xs)
         return torch.autograd.grad(sum(losses), xs)
 
     def gradient(self, r):
         x0 = self.inputs()[r]
-        return torch.autograd.grad(self.loss(r, x0), x0)[0]
+        self.loss(r, x0).backward()
+        return x0.grad
 
     def __str__(self):
         """Return code that runs this program."""
-        return f"from test_programs import *\ncheck({_code(self)})"
-
-
-def _code(value):
-    if isinstance(value, (Program, Step, Case)):
-        given = ", ".join(f"{f.name}={_code(getattr(value, f.name))}" for f in fields(value))
-        return f"{type(value).__name__}({given})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {_code(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, tuple):
-        return "(" + "".join(f"{_code(v)}, " for v in value) + ")"
-    return repr(value)
+        return f"from test_programs import *\ncheck({self!r})"
 
 
 def check(program, run=None):
@@ -135,6 +188,15 @@ def check_nest(program, nest):
         torch.testing.assert_close(got, right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
 
 
+ways = st.builds(
+    Way,
+    st.sampled_from(list(LAYOUTS)),
+    st.sampled_from([True, True, False]),
+    st.booleans(),
+    st.sampled_from(list(POLICIES)),
+)
+
+
 @st.composite
 def programs(draw, n=None, most=20):
     n = n or draw(st.integers(1, 4))
@@ -145,32 +207,30 @@ def programs(draw, n=None, most=20):
             ranks = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1))))
         case = draw(calls.cases(DRAWN, size=len(ranks)))
         arguments = {k: v for k, v in case.arguments.items() if k != "grad_placement"}
-        steps.append(Step(replace(case, arguments=arguments, dtype=torch.float64), draw(st.integers(0, i)), ranks))
+        case = replace(case, arguments=arguments, dtype=torch.float64)
+        form = draw(st.sampled_from(["", "", "", "checkpoint", "tree" if case.name in TAKE_TREES else ""]))
+        steps.append(Step(case, draw(st.integers(0, i)), ranks, tuple(draw(ways) for _ in ranks), form))
     used = st.lists(st.integers(0, len(steps)), max_size=4).map(tuple)
-    return Program(n, tuple(steps), tuple(draw(used) for _ in range(n)))
+    layouts = tuple(draw(st.sampled_from(list(LAYOUTS))) for _ in range(n))
+    return Program(n, tuple(steps), tuple(draw(used) for _ in range(n)), layouts)
 
 
-def fuzz_nests(count, **more):
-    def holds(example):
-        program, nest = example
-        check_nest(program, nest)
+def at_length(few, many, seconds):
+    """Run a test on a few examples, always the same, and on many in the slow suite."""
+    marks = [pytest.mark.slow, pytest.mark.timeout(seconds)]
+    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=marks)])
 
+
+@at_length(12, 400, 1200)
+def test_programs_in_nests(count):
     nested = st.lists(st.sampled_from(nests.NAMES), min_size=1, max_size=2)
-    calls.each(st.tuples(programs(most=3), nested), count, holds, **more)
+    pairs = st.tuples(programs(most=3), nested)
+    calls.each(pairs, count, lambda pair: check_nest(*pair), derandomize=count == 12)
 
 
-def test_programs_in_nests():
-    fuzz_nests(12, derandomize=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_many_programs_in_nests():
-    fuzz_nests(400)
-
-
-def test_fifty_programs():
-    calls.each(programs(), 50, check, derandomize=True)
+@at_length(50, 10_000, 3600)
+def test_programs(count):
+    calls.each(programs(), count, check, derandomize=count == 50)
 
 
 def test_a_planted_mistake_is_found(monkeypatch):
@@ -180,10 +240,13 @@ def test_a_planted_mistake_is_found(monkeypatch):
         calls.each(programs(), 200, check, derandomize=True, phases=[Phase.generate])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_ten_thousand_programs():
-    calls.each(programs(), 10_000, check)
+def test_a_failure_is_code_that_runs():
+    step = Step(Case("all_reduce", ((2,), (2,)), {"op": "max"}, dtype=torch.float64), 0, (0, 1), (Way(), Way()))
+    program = Program(2, (step,), ((1,), ()), ("contiguous", "strided"))
+    exec(str(program), {})
+    with pytest.raises(AssertionError) as caught:
+        check(program, lambda gradient: [g + r for r, g in enumerate(rules(gradient, range(2)))])
+    assert "rank 1\n" in str(caught.value) and str(program) in str(caught.value)
 
 
 @runs_on("gloo", "mpi")
@@ -220,15 +283,3 @@ def test_programs_on_ranks_that_are_compiled_or_not(backend, compiler):
             torch.testing.assert_close(
                 mixed, [eager] * len(mixed), rtol=1e-6, atol=1e-6, equal_nan=True, msg=str(program)
             )
-
-
-def test_a_failure_is_code_that_runs():
-    arguments = {"op": "max"}
-    step = Step(Case("all_reduce", ((2,), (2,)), arguments, dtype=torch.float64), 0, (0, 1))
-    program = Program(2, (step,), ((1,), ()))
-    exec(str(program).replace("from test_programs import *\n", ""), globals())
-    wrong = rules
-    with pytest.raises(
-        AssertionError, match=r"rank 1\nfrom test_programs import \*\ncheck\(Program\(n=2, steps=\(Step\("
-    ):
-        check(program, lambda gradient: [g + r for r, g in enumerate(wrong(gradient, range(2)))])

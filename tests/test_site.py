@@ -26,15 +26,11 @@ def conf():
     return module
 
 
-@pytest.fixture(scope="module")
-def drawing(conf):
-    return conf.drawing
-
-
 @pytest.mark.parametrize("name", diffcoll.collectives.COLLECTIVES)
-def test_a_picture_shows_the_rule(drawing, name):
+def test_a_picture_shows_the_rule(conf, name):
     """What stands in its cells is what the library's own forward and backward return."""
     torch.manual_seed(0)
+    drawing = conf.drawing
     xs = [torch.randn(2, dtype=torch.double) for _ in range(2)]
     xs = [xs[0], xs[0].clone()] if name in drawing.COPIES else xs
     gys = [torch.randn(8, dtype=torch.double) for _ in range(2)]
@@ -57,7 +53,8 @@ def test_a_picture_shows_the_rule(drawing, name):
     assert drawing.picture(name).count("<rect") > 8
 
 
-def test_the_picture_of_the_readme_is_measured(drawing):
+def test_the_picture_of_the_readme_is_measured(conf):
+    drawing = conf.drawing
     values = drawing.gathers()
     assert [of_ranks for of_ranks in values.values()] == [[11, 11], [1, 10], [5.5, 5.5], [0, 0]]
     assert drawing.README.read_text(encoding="utf-8") == drawing.bars(values), "run python notes/drawing.py"

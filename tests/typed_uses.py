@@ -4,7 +4,6 @@ Checked by mypy and pyright (`make types`), which also report comments that expe
 It is not run.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,20 +24,15 @@ class Views(NamedTuple):
 
 
 def trees(x: Tensor, p: nn.Parameter, xs: list[Tensor], views: Views, named: dict[str, list[Tensor]]) -> None:
-    ordered: OrderedDict[str, Tensor] = OrderedDict(a=x)
     assert_type(dc.all_reduce(x), Tensor)
     assert_type(dc.all_reduce(xs), list[Tensor])
     assert_type(dc.all_gather(views), Views)
     assert_type(dc.broadcast(named, src=1), dict[str, list[Tensor]])
-    assert_type(dc.broadcast((x, xs)), tuple[Tensor, list[Tensor]])
-    assert_type(dc.all_reduce(ordered), OrderedDict[str, Tensor])
     assert_type(dc.scatter(x), Tensor)
     assert_type(dc.sum_gradients(xs), list[Tensor])
     dc.all_reduce(p).relu()
     dc.all_reduce(3.0)  # type: ignore
-    dc.all_gather([1, 2])  # type: ignore
     dc.reduce_scatter(xs)  # type: ignore
-    dc.scan(ordered)  # type: ignore
     dc.scatter(None)  # type: ignore
     dc.all_reduce({"a": 3})  # type: ignore
 
@@ -50,7 +44,6 @@ def later(x: Tensor, xs: list[Tensor]) -> None:
     assert_type(dc.all_gather(xs, async_op=True).wait(), list[Tensor])
     dc.scan(x, async_op=True)  # type: ignore
     dc.all_reduce(x, async_op=True).sum()  # type: ignore
-    dc.all_reduce(x, async_op=True) + x  # type: ignore
     torch.sin(dc.all_reduce(x, async_op=True))  # type: ignore
 
 
@@ -58,7 +51,6 @@ def operations(x: Tensor) -> None:
     dc.all_reduce(x, "avg")
     dc.all_reduce(x, ReduceOp.SUM)
     dc.all_reduce(x, "maxx")  # type: ignore
-    dc.all_reduce(x, 3)  # type: ignore
     dc.all_reduce(x, torch.amax)  # type: ignore
 
 
@@ -83,9 +75,7 @@ def placements(x: Tensor) -> None:
 def losses(x: Tensor, y: Tensor) -> None:
     assert_type(dc.nn.functional.clip_loss(x, y, 3.0, sizes=None), Tensor)
     assert_type(dc.nn.functional.sinkhorn(x, epsilon=0.1), Tensor)
-    dc.nn.functional.sinkhorn(x, 0.1)  # type: ignore
     dc.nn.functional.sigreg_loss(x)  # type: ignore
-    dc.nn.SIGRegLoss(num_slices=64)
     dc.nn.CLIPLoss(chunk_size=512)
     dc.nn.CLIPLoss(chunksize=512)  # type: ignore
     dc.nn.DiceLoss(dims=0.5)  # type: ignore

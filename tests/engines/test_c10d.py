@@ -10,6 +10,7 @@ import laws
 import pytest
 import torch
 import torch.distributed as dist
+from releases import keeps_orders
 from runs import new_group, noted, refusal, rules, runs_on
 
 import diffcoll as dc
@@ -252,7 +253,7 @@ CALLS = {
 }
 
 
-@runs_on("gloo", "mpi", "rules")
+@runs_on("mpi", *[pytest.param(name, marks=keeps_orders) for name in ("gloo", "rules")])
 def test_starts_in_overlapping_groups_wait_for_nobody(run):
     """Rank r starts in the group with its successor first, in another order than the others; not in a first call."""
 
