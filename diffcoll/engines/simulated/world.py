@@ -199,7 +199,7 @@ class World:
             self.call_off([meeting], "the ranks are in different collectives")
         elif entry.how != first.how:
             differ = f"rank {first_rank} needs {first.how}, rank {me.number} {entry.how}"
-            self.call_off([meeting], f"{entry.what} was called with different arguments: {differ}")
+            self.call_off([meeting], f"{entry.what} was called with different arguments: {differ} ({UNEVEN})")
         elif complete:
             self.complete(meeting, group.ranks, combine)
         return partial(self.wait, me, meeting)
