@@ -11,7 +11,6 @@ any other             True        `rules.start`, and a `Pending`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -22,7 +21,7 @@ from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.exchange import exchanged, sizes_of_ranks
 from diffcoll.core.groups import resolve
-from diffcoll.core.maps import PER_RANK, Linear
+from diffcoll.core.maps import Linear
 from diffcoll.core.pending import Pending
 from diffcoll.core.reductions import REDUCTIONS, Reduction, spelled
 from diffcoll.core.rules import apply, start
@@ -112,10 +111,8 @@ class Call:
         for name in ("dim", "split_dim", "concat_dim"):
             if arguments.get(name, 0) < 0:
                 arguments[name] %= max(1, self.x.dim() + arguments.get("stack", False))
-        values = [getattr(f, field.name) for field in fields(f) if field.name not in PER_RANK]
-        meaning = self.name, f.detail, arguments.get("op"), *values
-        kind = x.dtype, f.common_shape(x.shape), batch_sizes(x)
-        y: Tensor = self.engine.run_truth(self.name, self.x, arguments, (meaning, kind))
+        facts = " ".join(filter(None, [arguments.get("op"), f.common(x), *map(str, batch_sizes(x))]))
+        y: Tensor = self.engine.run_truth(self.name, self.x, arguments, facts)
         return Pending(self.name, lambda: y) if self.async_op else y
 
     # ── x ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from types import TracebackType
 
 import torch
@@ -14,7 +13,7 @@ from diffcoll.core import expect
 from diffcoll.core.control import Control
 from diffcoll.core.dtypes import rounding
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
-from diffcoll.core.maps import PER_RANK, AllToAll, Linear
+from diffcoll.core.maps import AllToAll, Linear
 from diffcoll.core.torch_private.tracing import unobserved
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.rank_state import THREAD
@@ -162,8 +161,7 @@ def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -
     if engine.size == 1:
         return
     number, order = (engine.calls, 0) if origin is None else (origin.number, origin.order)
-    arguments = [getattr(f, field.name) for field in fields(f) if field.name not in PER_RANK]
-    facts = number, order, type(f).__name__, f.name, f.detail, arguments, x.dtype, f.common_shape(x.shape), later
+    facts = number, order, f.common(x), later
 
     def text() -> str:
         if origin is None:

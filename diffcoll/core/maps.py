@@ -34,7 +34,7 @@ from diffcoll.engines.engine import Engine, Wait, done
 
 Sizes = tuple[int, ...]
 #: Fields whose values may differ from rank to rank.
-PER_RANK = ("engine", "split_sizes", "concat_sizes")
+_PER_RANK = ("engine", "split_sizes", "concat_sizes")
 _DENSE = torch.contiguous_format
 
 
@@ -81,6 +81,11 @@ class Linear(ABC):
     def common_shape(self, x: Sequence[int]) -> list[int]:
         """Return the shape of x, with −1 for a size that may differ from rank to rank."""
         return list(x)
+
+    def common(self, x: Tensor) -> str:
+        """Return what must be equal on all ranks that apply this map to their x."""
+        given = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if field.name not in _PER_RANK]
+        return f"{self.name} {self.detail}({', '.join([f'{x.dtype} {self.common_shape(x.shape)}', *given])})"
 
     @property
     def shared(self) -> tuple[bool, bool]:

@@ -99,10 +99,10 @@ class Engine(ABC):
         """
         return self
 
-    def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
+    def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: str) -> Any:
         """Return this rank's result of the collective `name`, as `diffcoll.truth` has it (simulated joint graph only).
 
-        `facts` describes the arguments and the kind of tensor that x is. It is equal on all ranks.
+        `facts` says what must be equal on all ranks: the arguments, and what x is.
         """
         raise NotImplementedError
 

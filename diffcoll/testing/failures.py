@@ -97,6 +97,6 @@ class RanksFailedError(RuntimeError):
         if first is None:
             each = (f"  rank {r}: {f.summary if f else 'returned'}" for r, f in self.failures.items())
             return "\n".join((f"no end after {timeout:g} s", *each))
-        alike = [str(r) for r, f in self.failures.items() if f and f.summary == first.summary]
+        alike = [str(r) for r, f in self.failures.items() if f and (f.summary, f.line) == (first.summary, first.line)]
         line = f", at {first.line}" if first.line else ""
         return f"rank{'s' * (len(alike) > 1)} {' and '.join(alike)} of {len(self.failures)}{line}: {first.summary}"

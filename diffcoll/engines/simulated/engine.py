@@ -68,7 +68,7 @@ class LocalEngine(Engine):
         return self.meet(self.now.name, self.now.detail or primitive, [blocks], partial(deliver, op))
 
     @override
-    def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: tuple[object, object]) -> Any:
+    def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: str) -> Any:
         if isinstance(x, Tensor) and is_traced(x):
             raise RuntimeError(f"{name}: {NO_GRAPHS}")
         truth = self.world.truth

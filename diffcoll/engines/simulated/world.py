@@ -198,8 +198,9 @@ class World:
         elif entry.what != first.what:
             self.call_off([meeting], "the ranks are in different collectives")
         elif entry.how != first.how:
-            differ = f"rank {first_rank} needs {first.how}, rank {me.number} {entry.how}"
-            self.call_off([meeting], f"{entry.what} was called with different arguments: {differ} ({UNEVEN})")
+            differ = f"rank {first_rank} has {first.how}, rank {me.number} {entry.how}"
+            why = f"{entry.what} was called with different arguments: {differ}"
+            self.call_off([meeting], why + _remedy(entry.what))
         elif complete:
             self.complete(meeting, group.ranks, combine)
         return partial(self.wait, me, meeting)
@@ -209,8 +210,7 @@ class World:
         try:
             results = combine([meeting.entries[r].payload for r in ranks])
         except CollectiveMismatchError as error:
-            is_gather = meeting.entries[ranks[0]].what in ("all_gather", "gather")
-            self.call_off([meeting], f"{error}; {UNEVEN}" if is_gather else str(error))
+            self.call_off([meeting], str(error) + _remedy(meeting.entries[ranks[0]].what))
         except Exception as error:
             self.call_off([meeting], f"their arguments do not fit together: {error}")
         else:
@@ -268,6 +268,11 @@ def _doing(rank: Rank, meetings: Sequence[Meeting], entries: dict[int, Entry]) -
     if rank.waits_for in meetings or rank.number not in entries:
         return str(waits_for or "is in no collective")
     return str(entries[rank.number])
+
+
+def _remedy(collective: str) -> str:
+    """Return what to do if ranks gather blocks that do not fit together."""
+    return f"; {UNEVEN}" if collective in ("all_gather", "gather") else ""
 
 
 def expect_thread_of(me: Rank) -> None:
