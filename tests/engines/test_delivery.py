@@ -1,11 +1,16 @@
-"""Simulated ranks whose calls do not fit together: every rank gets the error, with each rank's call and its line."""
+"""Simulated ranks whose calls do not fit together, and how often a sum is computed.
+
+Every rank gets the error, with each rank's call and its line.
+"""
 
 import pytest
 import torch
-from runs import refusal, rules
+import torch.distributed as dist
+from runs import noted, refusal, rules
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
+from diffcoll.engines.simulated import engine
 
 
 def primitive(odd):
@@ -44,3 +49,10 @@ def test_ranks_that_disagree(call):
     assert all(
         any(f"rank {r} " in line and f" at {__file__}:" in line for line in texts[0].splitlines()) for r in range(2)
     )
+
+
+def test_a_sum_is_computed_once_for_all_ranks(monkeypatch):
+    """Else the cost of a sum would grow with the square of the number of ranks."""
+    sums = noted(engine, "add_up", setattr=monkeypatch.setattr)
+    rules(lambda r: [dc.all_reduce(torch.ones(2)), dist.all_reduce(torch.ones(2))], range(5))
+    assert len(sums) == 2

@@ -239,8 +239,10 @@ def test_ranks_are_kept_until_a_call_fails():
 # ── how they end ─────────────────────────────────────────────────────────────────────────────────────────
 
 ENDS = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from diffcoll.testing import spawn
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 def f(r):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
