@@ -124,7 +124,7 @@ def gloo_messages(call, *arguments):
 
 def _events(prefix, call, *arguments):
     """Return the events of a call, after which nothing may be in flight: gloo's threads would write to freed memory."""
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:  # which torch 2.11 asks for
         call(*arguments)
     found = [event for event in profile.events() if event.name.startswith(prefix)]
     for event in found:
