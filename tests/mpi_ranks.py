@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from multiprocessing.connection import Client, Listener, wait
 from pathlib import Path
 
@@ -38,6 +39,20 @@ SETTINGS = {
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"])))
 
 
+@cache
+def temporary():
+    """The folder of all jobs that this process starts.
+
+    Open MPI does not start a job that has the number of a killed one, if that has left its files in the same folder.
+    """
+    return tempfile.TemporaryDirectory(prefix="mpi-")
+
+
+def environment():
+    """The variables with which jobs start."""
+    return {**os.environ, **SETTINGS, "TMPDIR": temporary().name}
+
+
 class MpiRanks:
     """Processes of one job, kept from call to call. A call that fails ends them."""
 
@@ -45,7 +60,7 @@ class MpiRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="diffcoll-")
         with Listener(f"{self._folder.name}/door") as door:
             command = [MPIEXEC, "-n", str(n), sys.executable, "-m", "mpi_ranks", door.address]
-            self._job = subprocess.Popen(command, env={**os.environ, **SETTINGS}, stdin=subprocess.DEVNULL)
+            self._job = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL)
             pipes = []
             while len(pipes) < n:
                 if not wait([door._listener._socket], 60):

@@ -183,7 +183,7 @@ class C10dEngine(MessageEngine):
         )
         if is_one:
             group._start_coalescing(first.device)
-        for words, begin, messages in ("from rank", group.recv, recvs), ("to rank", group.send, sends):
+        for words, begin, messages in ("to rank", group.send, sends), ("from rank", group.recv, recvs):
             for s, t in messages:
                 what, tag = f"message {words} {s}: ", TAG + t.nbytes % TAG if is_gloo else 0
                 works.append((what, of_backend(begin, [t if is_gloo else _bytes(t)], s, tag, what=what), t))

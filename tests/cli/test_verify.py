@@ -1,12 +1,11 @@
 """`diffcoll verify`: a line for each call, the exit status, and the processes of launchers."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import mpi_ranks
 import pytest
-from mpi_ranks import SETTINGS
 from releases import compiles
 from runs import ROOT, python, rules
 
@@ -117,7 +116,7 @@ def test_a_call_that_raises_under_torchrun(tmp_path):
 def test_under_mpiexec():
     program = "import sys; from diffcoll.cli import main, verify; verify.COMPILES = False; sys.exit(main(sys.argv[1:]))"
     command = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, "-c", program]
-    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**mpi_ranks.environment(), "PYTHONPATH": str(ROOT)}
     command += ["verify", "--only", "split"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import pytest
 import runs
 import torch
 import torch.distributed as dist
-from mpi_ranks import MPIEXEC, SETTINGS
+from mpi_ranks import MPIEXEC, environment
 from runs import mpi as on_mpi
 from runs import new_group, refusal
 
@@ -144,7 +144,7 @@ y = dc.all_reduce(x, group=comm)
 def launch(program, n=2, interrupt=""):
     """Run a program under mpiexec; `interrupt`: send Ctrl-C when it prints that. Return its status and output."""
     command = [MPIEXEC, "-n", str(n), sys.executable, "-c", program]
-    process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env={**os.environ, **SETTINGS})
+    process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment())
     try:
         said = ""
         while interrupt not in said:
