@@ -10,12 +10,14 @@ On one process each is the same function of the whole batch. A way is a gather, 
 mistake is one that is not. Features are those of a layer, whose weights are checked as well.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
 from torch import nn
-from verdicts import ruled
+from verdicts import numbers, ruled
 
 import diffcoll as dc
 
@@ -23,13 +25,8 @@ WIDTH = 4
 
 
 def batch(n):
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(n, 3, generator=generator, dtype=torch.double).requires_grad_()  # y is a constant
-    return (
-        x,
-        torch.randn(n, generator=generator, dtype=torch.double),
-        torch.tensor([0, 0, 1, 0, 2, 1, 1, 0]).repeat(n // 8 + 1)[:n],
-    )
+    x, y = numbers(n, 3, seed=n).requires_grad_(), numbers(n, seed=n + 1)  # y is a constant
+    return x, y, torch.tensor([0, 0, 1, 0, 2, 1, 1, 0]).repeat(n // 8 + 1)[:n]
 
 
 def encoder():
@@ -64,23 +61,6 @@ def hardest_triplets(z, y, k):
     return F.softplus(positive - far.masked_fill(_same(k), 1e3).amin(1)).mean()
 
 
-def pairwise_auc(z, y, k):
-    score = z.sum(1)
-    return F.softplus(score[k != 0, None] - score[k == 0]).mean()
-
-
-def maximum_mean_discrepancy(z, y, k):
-    a, b = z[:, :2], z[:, 2:]
-    kernel = [torch.exp(-((u[:, None] - v) ** 2).sum(2)).mean() for u, v in ((a, a), (b, b), (a, b))]
-    return kernel[0] + kernel[1] - 2 * kernel[2]
-
-
-def independence(z, y, k):
-    a, b = (v @ v.T for v in (z[:, :2], z[:, 2:]))
-    center = torch.eye(len(z), dtype=z.dtype) - 1 / len(z)
-    return (center @ a @ center * b).sum() / (len(z) - 1) ** 2
-
-
 def sliced_wasserstein(z, y, k):
     return (z[:, 0].sort()[0] - y.sort()[0]).square().mean()
 
@@ -96,36 +76,9 @@ def pearson(z, y, k):
     return -(a * b).sum() / (a.norm() * b.norm())
 
 
-def concordance(z, y, k):
-    a, b = z[:, 0], y
-    covariance = ((a - a.mean()) * (b - b.mean())).mean()
-    return 1 - 2 * covariance / (a.var(correction=0) + b.var(correction=0) + (a.mean() - b.mean()) ** 2)
-
-
-def unexplained_variance(z, y, k):
-    return ((z[:, 0] - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()
-
-
 def whitening(z, y, k):
     centered = z - z.mean(0)
     return -torch.logdet(centered.T @ centered / len(z) + 0.1 * torch.eye(WIDTH, dtype=z.dtype))
-
-
-def largest_eigenvalue(z, y, k):
-    return torch.linalg.eigvalsh(z.T @ z / len(z))[-1]
-
-
-def ranking(z, y, k):
-    return F.cross_entropy(z[:, 0], y.softmax(0))
-
-
-def worst_rows(z, y, k):
-    return (z[:, 0] - y).square().topk(max(1, len(z) // 3))[0].mean()
-
-
-def diversity(z, y, k):
-    rows = F.normalize(z)
-    return -torch.logdet(torch.eye(len(z), dtype=z.dtype) + torch.exp(-torch.cdist(rows, rows + 1e-3)))
 
 
 # ── of statistics: sums over a rank's rows, and a function of those of all ranks ─────────────────────────
@@ -145,43 +98,16 @@ def redundancy(z, y, k, total):
     return (products[1:] / products[0] - torch.eye(WIDTH, dtype=z.dtype)).square().sum()
 
 
-def _overlap(z, k, total):
-    p, target = z[:, 0].sigmoid(), (k == 0).double()
-    return total(torch.stack([(p * target).sum(), p.sum(), target.sum()]))
-
-
 def dice(z, y, k, total):
-    both, p, target = _overlap(z, k, total)
+    p, target = z[:, 0].sigmoid(), (k == 0).double()
+    both, p, target = total(torch.stack([(p * target).sum(), p.sum(), target.sum()]))
     return 1 - (2 * both + 1) / (p + target + 1)
-
-
-def jaccard(z, y, k, total):
-    both, p, target = _overlap(z, k, total)
-    return 1 - (both + 1) / (p + target - both + 1)
-
-
-def marginal_entropy(z, y, k, total):
-    sums = total(torch.cat([z.softmax(1).sum(0), _count(z)]))
-    p = sums[:-1] / sums[-1]
-    return (p * p.log()).sum()
 
 
 def expert_balance(z, y, k, total):
     routed = F.one_hot(z.argmax(1), WIDTH).to(z.dtype).sum(0)
     routed, chances, n = total(torch.cat([routed, z.softmax(1).sum(0), _count(z)])).split([WIDTH, WIDTH, 1])
     return WIDTH * (routed * chances).sum() / n.sum() ** 2
-
-
-def masked_mean(z, y, k, total):
-    kept = (k != 1).double()
-    errors, count = total(torch.stack([((z[:, 0] - y) ** 2 * kept).sum(), kept.sum()]))
-    return errors / count
-
-
-def per_positive(z, y, k, total):
-    loss = F.binary_cross_entropy_with_logits(z[:, 0], (k == 2).double(), reduction="sum")
-    loss, positives = total(torch.stack([loss, (k == 2).sum().double()]))
-    return loss / positives.clamp(min=1)
 
 
 # ── of pairs: this rank's rows with those of all ranks ───────────────────────────────────────────────────
@@ -202,16 +128,6 @@ def attention(z, every, first, n):
     return ((z @ every.T).softmax(1) @ every.tanh()).square().sum() / n
 
 
-def repulsion(z, every, first, n):
-    others = torch.arange(first, first + len(z))[:, None] != torch.arange(len(every))
-    return ((torch.exp(-torch.cdist(z, every + 1e-3)) * others).sum(1) + 1).log().sum() / n
-
-
-def smoothed(z, every, first, n):
-    weights = torch.exp(-((z[:, None] - every) ** 2).sum(2))
-    return ((weights @ every / weights.sum(1, keepdim=True) - z) ** 2).sum() / n
-
-
 def following(z, every, first, n):
     rows = torch.arange(first, first + len(z))
     return (z * every[(rows + 1) % len(every)].sin()).sum() / n
@@ -222,27 +138,23 @@ def by_name(*families):
 
 
 OF_ROWS = by_name(
-    *(clip, supervised_contrastive, hardest_triplets, pairwise_auc, maximum_mean_discrepancy, independence),
-    *(sliced_wasserstein, proportional_hazards, pearson, concordance, unexplained_variance, whitening),
-    *(largest_eigenvalue, ranking, worst_rows, diversity),
+    clip,
+    supervised_contrastive,
+    hardest_triplets,
+    sliced_wasserstein,
+    proportional_hazards,
+    pearson,
+    whitening,
 )
-OF_STATISTICS = by_name(
-    *(variance, redundancy, dice, jaccard, marginal_entropy, expert_balance, masked_mean, per_positive),
-)
-OF_PAIRS = by_name(info_nce, sigmoid_pairs, attention, repulsion, smoothed, following)
+OF_STATISTICS = by_name(variance, redundancy, dice, expert_balance)
+OF_PAIRS = by_name(info_nce, sigmoid_pairs, attention, following)
 
 # ── ways to gather and to sum ────────────────────────────────────────────────────────────────────────────
 
 
-def _sizes(x):
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(x)]))
-    return [int(k) for k in sizes]
-
-
 def blocks_of_all(x):
     """The blocks of all ranks, padded to the length of the longest one for the message; the gradient is lost."""
-    sizes = _sizes(x)
+    sizes = dc.all_gather(torch.tensor([len(x)])).tolist()
     padded = x.new_zeros(max(sizes), *x.shape[1:])
     padded[: len(x)] = x
     blocks = [torch.empty_like(padded) for _ in sizes]
@@ -254,96 +166,78 @@ def plain_gather(x):
     return torch.cat(blocks_of_all(x))
 
 
-def _gather_layer(rule):
-    """The layer that everybody copies, with a rule for its backward, of the gradient and the ranks' numbers of rows."""
-
-    def gather(x):
-        sizes = _sizes(x)
-        return ruled(plain_gather, lambda g: rule(g, sizes))(x)
-
-    return gather
-
-
-gather_layer = _gather_layer(lambda g, sizes: _plain_sum(g).split(sizes)[dist.get_rank()])
-#: The backward of early copies.
-own_slice = _gather_layer(lambda g, sizes: g.split(sizes)[dist.get_rank()])
-_from_the_next_rank = _gather_layer(
-    lambda g, sizes: _plain_sum(g).split(sizes)[(dist.get_rank() + 1) % dist.get_world_size()]
-)
-
-
-def own_block_kept(x):
-    blocks = blocks_of_all(x)
-    blocks[dist.get_rank()] = x
-    return torch.cat(blocks)
-
-
-def _without_the_last_rank(x):
-    sizes = _sizes(x)
-    return dc.all_gather(x, sizes="auto")[: sum(sizes) - sizes[-1]]
-
-
-def _last_rank_zero(x):
-    sizes = _sizes(x)
-    return dc.all_gather(x, sizes="auto") * (torch.arange(sum(sizes)) < sum(sizes[:-1]))[:, None]
-
-
-def _plain_sum(x):
+def plain_sum(x):
     y = x.detach().clone()
     dist.all_reduce(y)
     return y
 
 
+def own_rows(g, x, of=0):
+    """The rows of g that are those of x on this rank, or on the one that is so many further."""
+    sizes = dc.all_gather(torch.tensor([len(x)])).tolist()
+    return g.split(sizes)[(dc.get_rank() + of) % len(sizes)]
+
+
+def gather_layer(x, rule=lambda g, x: own_rows(plain_sum(g), x)):
+    """The layer that everybody copies, with a rule for its backward."""
+    return ruled(plain_gather, lambda g: rule(g, x))(x)
+
+
+right_gather = partial(dc.all_gather, sizes="auto")
+#: The backward of early copies.
+own_slice = partial(gather_layer, rule=own_rows)
 #: The backward of Megatron-LM's g, where the losses of the ranks are other ones.
-identity = ruled(_plain_sum, lambda g: g)
+identity = ruled(plain_sum, lambda g: g)
 
 
-def _distributed_nn_sum(x):
-    return dist_nn.all_reduce(x.clone())
+def own_block_kept(x):
+    blocks = blocks_of_all(x)
+    blocks[dc.get_rank()] = x
+    return torch.cat(blocks)
 
 
-def _distributed_nn_gather(x):
-    return torch.cat(dist_nn.all_gather(x))
+def last_rank_zero(x):
+    sizes = dc.all_gather(torch.tensor([len(x)]))
+    return right_gather(x) * (torch.arange(int(sizes.sum())) < sizes[:-1].sum())[:, None]
 
 
 def alone(x):
     return x
 
 
-#: Right ways, and whether they take blocks of other sizes on each rank.
+def distributed_nn_gather(x):
+    return torch.cat(dist_nn.all_gather(x))
+
+
+#: Right ways. The last gather takes equal blocks only.
 GATHERS = {
-    "dc.all_gather": (lambda x: dc.all_gather(x, sizes="auto"), True),
-    "GatherLayer": (gather_layer, True),
-    "dc.gather_batch": (lambda x: dc.gather_batch(x).tree, True),
-    "torch.distributed.nn": (_distributed_nn_gather, False),
+    "dc.all_gather": right_gather,
+    "GatherLayer": gather_layer,
+    "dc.gather_batch": lambda x: dc.gather_batch(x).tree,
+    "torch.distributed.nn": distributed_nn_gather,
 }
 SUMS = {
     "dc.all_reduce": dc.all_reduce,
-    "AllReduce": ruled(_plain_sum, _plain_sum),
+    "AllReduce": ruled(plain_sum, plain_sum),
     "dc.reduce and dc.broadcast": lambda x: dc.broadcast(dc.reduce(x)),
-    "torch.distributed.nn": _distributed_nn_sum,
+    "torch.distributed.nn": lambda x: dist_nn.all_reduce(x.clone()),
 }
-
-
-TIMES_N = "times N"
-GATHER_MISTAKES = {
+WRONG_GATHERS = {
     "no gradient": plain_gather,
     "own block kept": own_block_kept,
     "own slice": own_slice,
-    "the next rank's block": _from_the_next_rank,
+    "the next rank's block": partial(gather_layer, rule=lambda g, x: own_rows(plain_sum(g), x, of=1)),
+    "times N": partial(gather_layer, rule=lambda g, x: own_rows(plain_sum(g), x) * dc.get_world_size()),
+    "the last rank zero": last_rank_zero,
     "no collective": alone,
-    TIMES_N: GATHERS["dc.all_gather"][0],
 }
-#: For rows of which every rank returns the whole loss, and for the terms of a rank's own rows.
-ROW_MISTAKES = {**GATHER_MISTAKES, "the last rank left out": _without_the_last_rank}
-PAIR_MISTAKES = {**GATHER_MISTAKES, "the last rank zero": _last_rank_zero}
-SUM_MISTAKES = {
-    "no gradient": _plain_sum,
+WRONG_SUMS = {
+    "no gradient": plain_sum,
     "identity": identity,
-    "averaged": ruled(_plain_sum, lambda g: _plain_sum(g) / dist.get_world_size()),
-    "no collective": alone,
+    "averaged": ruled(plain_sum, lambda g: plain_sum(g) / dc.get_world_size()),
+    "times N": ruled(plain_sum, lambda g: plain_sum(g) * dc.get_world_size()),
     "of rank 0": dc.broadcast,
-    TIMES_N: dc.all_reduce,
+    "no collective": alone,
 }
 
 
@@ -352,9 +246,7 @@ def of_rows(loss, gather):
 
     def value(model, x, y, k):
         z = gather(model(x))
-        if gather is not alone:
-            y, k = (dc.all_gather(v, sizes="auto")[: len(z)] for v in (y, k))
-        return loss(z, y, k)
+        return loss(z, y, k) if gather is alone else loss(z, right_gather(y), right_gather(k))
 
     return value
 
@@ -379,32 +271,27 @@ def of_pairs(loss, gather):
     return value
 
 
-def program(make, loss, way, name=""):
-    """Return the program of `verdicts` of a family and a way, or a mistake of this name."""
-    value = make(loss, way)
-
-    def distributed(model, x, y, k):
-        return value(model, x, y, k) * (dc.get_world_size() if name == TIMES_N else 1)
-
+def program(make, loss, way):
+    """Return the program of `verdicts` of a family and a way."""
     reduction = "mean" if make is of_rows else "sum"
-    return distributed, make(loss, alone), batch, {"module": encoder(), "rank_reduction": reduction}
+    return make(loss, way), make(loss, alone), batch, {"module": encoder(), "rank_reduction": reduction}
 
 
-#: (what makes a program, its families, right ways with whether they take uneven ranks, mistakes)
+#: What makes a program, its families, right ways and wrong ones.
 KINDS = (
-    (of_rows, OF_ROWS, GATHERS, ROW_MISTAKES),
-    (of_statistics, OF_STATISTICS, {way: (total, True) for way, total in SUMS.items()}, SUM_MISTAKES),
-    (of_pairs, OF_PAIRS, GATHERS, PAIR_MISTAKES),
+    (of_rows, OF_ROWS, GATHERS, WRONG_GATHERS),
+    (of_statistics, OF_STATISTICS, SUMS, WRONG_SUMS),
+    (of_pairs, OF_PAIRS, GATHERS, WRONG_GATHERS),
 )
 RIGHT = {
-    f"{family}, {way}": (make, loss, how, uneven)
+    f"{family}, {name}": (make, loss, way)
     for make, families, ways, _ in KINDS
     for family, loss in families.items()
-    for way, (how, uneven) in ways.items()
+    for name, way in ways.items()
 }
 WRONG = {
-    f"{family}, {name}": (make, loss, way, name)
-    for make, families, _, mistakes in KINDS
+    f"{family}, {name}": (make, loss, way)
+    for make, families, _, ways in KINDS
     for family, loss in families.items()
-    for name, way in mistakes.items()
+    for name, way in ways.items()
 }
