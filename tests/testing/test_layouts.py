@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from sharded_programs import called, copied, received, sent, summed
+from sharded_programs import MLP, called, copied, summed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -26,18 +26,8 @@ DP, TP, BOTH, HYBRID = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}, {"replicate": 2
 X = numbers(8, 4)
 
 
-class Net(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, width), nn.Linear(width, 4)
-
-    def forward(self, x):
-        return self.down(self.up(self.norm(x)).tanh())
-
-
 def way(shard, ranks=TP, module=None, batch=X, fn=loss, **more):
-    return sharded(shard, ranks, Net() if module is None else module, batch, fn, **more)
+    return sharded(shard, ranks, MLP() if module is None else module, batch, fn, **more)
 
 
 def group_of(mesh, axis="tp"):
@@ -108,7 +98,7 @@ def replicated_dtensors(whole, mesh):
 def on_meta(whole, mesh):
     """Made on the meta device, and filled with other numbers."""
     with torch.device("meta"):
-        made = Net().double()
+        made = MLP()
     made = fully_shard(made, mesh=mesh["dp"])
     made.to_empty(device="cpu")
     for module in (made.norm, made.up, made.down):
@@ -172,7 +162,7 @@ def with_fresh_memory(whole, mesh):
     return in_any_order(whole, mesh)
 
 
-in_any_order = of_features(lambda rows, n: rows[torch.tensor([5, 0, 3, 7, 1, 2, 6, 4])].chunk(n))
+in_any_order = of_features(lambda rows, n: rows[numbers(12).argsort()].chunk(n))
 
 
 def computed_with(whole, mesh):
@@ -227,101 +217,16 @@ def some_heads(whole, mesh):
     return made
 
 
-class Words(nn.Module):
-    """An embedding that is the head, too."""
-
-    def __init__(self, count=6):
-        super().__init__()
-        torch.manual_seed(2)
-        self.embed, self.inner, self.head = nn.Embedding(count, 4), nn.Linear(4, 4), nn.Linear(4, count, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.head(self.inner(self.embed(ids)).tanh()).sin().sum()
-
-
-class SomeWords(nn.Module):
-    """A rank's words, with rows of padding at the end of the last one's."""
-
-    def __init__(self, whole, mesh):
-        super().__init__()
-        self.group, self.inner = group_of(mesh), whole.inner
-        weight = whole.embed.weight.detach()
-        each = -(-len(weight) // self.group.size())
-        self.first, self.count = self.group.rank() * each, len(weight)
-        weight = torch.cat([weight, weight.new_zeros(each * self.group.size() - self.count, 4)])
-        self.weight = nn.Parameter(weight[self.first :][:each].clone())
-
-    def forward(self, ids):
-        local, mine = ids - self.first, len(self.weight)
-        here = (local >= 0) & (local < mine)
-        h = summed(self.weight[local.clamp(0, mine - 1)] * here[:, None], self.group)
-        logits = copied(self.inner(h).tanh(), self.group) @ self.weight[: self.count - self.first].T
-        return summed(logits.sin().sum(), self.group)
-
-
-class Stage(nn.Module):
-    """A stage of a pipeline, whose layers are numbered from 0."""
-
-    def __init__(self, layers, first):
-        super().__init__()
-        self.layers, self.first = nn.Sequential(*layers), first
-
-    def forward(self, x):
-        return sent(self.layers(x), 1) if self.first else loss(self.layers, received((len(x), 4), 0))
-
-
-def piped(module, x):
-    return module(x) if isinstance(module, Stage) else loss(module, x)
-
-
-class TiedEnds(nn.Module):
-    """The first weight is the last one, too; a pipeline has it twice, and sums the gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = (nn.Linear(4, 4, bias=False) for _ in range(2))
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(self.first(x).tanh())
-
-
-def end(whole, mesh):
-    first = mesh["pp"].get_local_rank() == 0
-    layer = nn.Linear(4, 4, bias=False, dtype=torch.double)
-    with torch.no_grad():
-        layer.weight.copy_(whole.first.weight)
-    return Stage([layer, nn.Tanh()] if first else [layer], first)
-
-
-def end_made_anew(whole, mesh):
-    """Each stage has the weight by the name that it has in the whole."""
-    made, layer = nn.Module(), nn.Linear(4, 4, bias=False, dtype=torch.double)
-    first = mesh["pp"].get_local_rank() == 0
-    setattr(made, "first" if first else "last", layer)
-    made.stage = [Stage([layer, nn.Tanh()] if first else [layer], first)]  # in a list: not registered
-    return made
-
-
-def piped_and_tied(module, x):
-    return module.stage[0](x) if hasattr(module, "stage") else piped(module, x)
-
-
-def partial_along(axis, *names):
-    return {"placements": {name: {axis: Partial()} for name in names}}
-
-
-TIED = partial_along("pp", "x", "output", "first.weight")
 HALF = {"batch": X.bfloat16(), "dtype": None}
 WAYS = {
+    "tensor parallel": lambda: way(parallelized),
     "sequence parallel": lambda: way(
         in_sequence, batch=numbers(2, 6, 4), placements={"x": {"tp": Shard(1)}}, rank_reduction={}
     ),
     "loss_parallel": lambda: way(
         vocabulary, module=Head(), batch=(X, torch.arange(8) % 6), fn=called, context=loss_parallel
     ),
-    "fully_shard, uneven": lambda: way(fsdp2, {"dp": 3}, Net(7), numbers(9, 4)),
+    "fully_shard, uneven": lambda: way(fsdp2, {"dp": 3}, MLP(7), numbers(9, 4)),
     "fully_shard of tensor parallelism": lambda: way(
         lambda whole, mesh: fully_shard(parallelized(whole, mesh), mesh=mesh["dp"]), BOTH
     ),
@@ -329,14 +234,14 @@ WAYS = {
     "FSDP in parts": lambda: way(lambda whole, mesh: fsdp(in_part(fsdp)(whole, mesh), mesh), DP),
     "FSDP, flat": lambda: way(partial(fsdp, original=False), DP),
     "FSDP, SHARD_GRAD_OP": lambda: way(partial(fsdp, strategy=ShardingStrategy.SHARD_GRAD_OP), DP),
-    "FSDP, NO_SHARD": lambda: way(partial(fsdp, strategy=ShardingStrategy.NO_SHARD), DP),
     "FSDP, hybrid": lambda: way(
         partial(fsdp, axes=("shard", "replicate"), strategy=ShardingStrategy.HYBRID_SHARD), HYBRID
     ),
+    "DDP": lambda: way(ddp, DP),
     "DDP of a mesh": lambda: way(lambda whole, mesh: DistributedDataParallel(whole), {"dp": 2, "cp": 2}),
     "DDP of a part": lambda: way(in_part(ddp), DP),
     "DDP of a part, made anew": lambda: way(
-        in_part(lambda part, mesh: ddp(nn.Linear(4, 8, dtype=torch.double), mesh)), DP
+        in_part(lambda part, mesh: ddp(nn.Linear(4, 12, dtype=torch.double), mesh)), DP
     ),
     "DDP of tensor parallelism": lambda: way(lambda whole, mesh: ddp(tensor_parallel(whole, mesh), mesh), BOTH),
     "DTensors, replicated": lambda: way(replicated_dtensors, DP, placements={}),
@@ -346,26 +251,22 @@ WAYS = {
     "the meta device": lambda: way(on_meta, DP),
     "batch norm": lambda: way(lambda whole, mesh: ddp(dc.nn.convert_sync_batchnorm(whole), mesh), DP, Normalized()),
     "in any order, with fresh memory": lambda: way(with_fresh_memory),
-    "uneven": lambda: way(of_features(lambda rows, n: rows.split([5, 3]))),
+    "uneven": lambda: way(of_features(lambda rows, n: rows.split([7, 5]))),
     "computed with": lambda: way(computed_with),
     "merged projections": lambda: way(some_heads, module=Attention()),
     "a merged projection, divided by heads": lambda: way(some_heads, module=Attention(merged=True)),
     "heads of keys on two ranks each": lambda: way(
-        some_heads, {"tp": 4}, Attention(4, 2), **partial_along("tp", "k", "v")
+        some_heads, {"tp": 4}, Attention(4, 2), placements={"k": {"tp": Partial()}, "v": {"tp": Partial()}}
     ),
-    "tied words": lambda: way(SomeWords, module=Words(), batch=torch.tensor([0, 5, 2, 2, 4]), fn=called),
-    "padded words": lambda: way(SomeWords, {"tp": 3}, Words(7), batch=torch.tensor([0, 5, 2, 2, 4]), fn=called),
-    "tied across a pipeline": lambda: way(end, {"pp": 2}, TiedEnds(), fn=piped, **TIED),
-    "tied across a pipeline, made anew": lambda: way(end_made_anew, {"pp": 2}, TiedEnds(), fn=piped_and_tied, **TIED),
-    "bfloat16": lambda: way(parallelized, module=Net(64).bfloat16(), **HALF),
-    "bfloat16, with a norm made anew": lambda: way(with_a_new_norm, module=Net(64).bfloat16(), **HALF),
-    "float32": lambda: way(fsdp2, DP, batch=X.float(), dtype=None),
+    "bfloat16": lambda: way(parallelized, module=MLP(64).bfloat16(), **HALF),
+    "bfloat16, with a norm made anew": lambda: way(with_a_new_norm, module=MLP(64).bfloat16(), **HALF),
+    "float32": lambda: way(fsdp2, DP, MLP().float(), X.float(), dtype=None),
 }
 
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}")
-    for words in (".*returned a view tensor", "DTensor random operators", "The `NO_SHARD`", "FSDP is switching")
+    for words in (".*returned a view tensor", "DTensor random operators", "FSDP is switching")
 ]
 
 

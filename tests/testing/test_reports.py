@@ -201,7 +201,13 @@ def with_a_number_twice(whole, mesh):
     return whole
 
 
-DP, ON_A_MESH = {"ranks": {"dp": 2}}, {"module": MLP(), "ranks": {"tp": 2}, "batch": numbers(5, 3)}
+DP = {"ranks": {"dp": 2}}
+ON_A_MESH = {
+    "module": MLP(),
+    "shard": lambda m, mesh: ShardedMLP(mesh.get_group(), ""),
+    "ranks": {"tp": 2},
+    "batch": numbers(5, 4),
+}
 #: name: (arguments, the argument that the error names, or another word)
 WRONG = {
     "equal ranks": ({"batch": torch.ones(8, 2)}, "batch"),
@@ -236,10 +242,7 @@ WRONG = {
     "a number as placement": ({"placements": {"x": {"dp": 0}}, **DP}, "placements"),
     "an unknown name": ({"placements": {"y": {"dp": Shard(0)}}, **DP}, "placements"),
     "another dim": ({"placements": {"x": {"dp": Shard(2)}}, **DP}, "placements"),
-    "another shape": (
-        {**ON_A_MESH, "shard": lambda m, mesh: ShardedMLP(mesh, ""), "placements": {"up.*": {"tp": Shard(1)}}},
-        "placements",
-    ),
+    "another shape": ({**ON_A_MESH, "placements": {"up.*": {"tp": Shard(1)}}}, "placements"),
     "shard of rows": ({"shard": lambda m, mesh: m, "module": nn.Linear(2, 2)}, "shard"),
     "shard without a module": ({"shard": lambda m, mesh: m, **DP}, "module"),
     "shard to nothing": ({**ON_A_MESH, "shard": lambda m, mesh: None}, "shard"),
