@@ -33,29 +33,31 @@ def held(name):
     return True
 
 
-MISTAKES = ["times N", "by N", "no reduction", "local", "ranks swapped", "one rank missing"]
+def local(x, y, rank, n):
+    """On all ranks but one, of the rank's x alone."""
+    return y if rank == 0 else y * 0 + (x if x.shape == y.shape else x.sum())
+
+
+def swapped(x, y, rank, n):
+    return y.flip(0) if y.dim() and y.shape[0] > 1 else y * (1 + rank)
+
+
+#: What becomes of the result y of x.
+MISTAKES = {
+    "times N": lambda x, y, rank, n: y * n,
+    "by N": lambda x, y, rank, n: y / n,
+    "one rank missing": lambda x, y, rank, n: y * (rank != n - 1),
+    "local": local,
+    "ranks swapped": swapped,
+}
 
 
 def spoiled(f, start, mistake):
     """The `start` of the map f with a planted mistake."""
-    n, rank = f.engine.size, f.engine.rank
-
-    def result(x, y):
-        if mistake == "times N":
-            return y * n
-        if mistake == "by N":
-            return y / n
-        if mistake == "ranks swapped":  # the result of another rank
-            return y.flip(0) if y.dim() and y.shape[0] > 1 else y * (1 + rank)
-        if mistake == "one rank missing":
-            return y * (rank != n - 1)
-        if rank == 0 or mistake == "no reduction":
-            return y
-        return y * 0 + (x if x.shape == y.shape else x.sum())  # from this rank's x alone
 
     def wrong(x, later=False):
-        y = start(x if mistake != "no reduction" else x * n if rank == 0 else x * 0, later)()
-        return lambda: result(x, y)
+        y = start(x, later)()
+        return lambda: MISTAKES[mistake](x, y, f.engine.rank, f.engine.size)
 
     return wrong
 

@@ -17,10 +17,12 @@ from diffcoll.testing import cases, check_gradients
 
 N = 3
 X = numbers(8, 2)
-CALLS = [case for case in cases.table(N) if not any(case.shared) and "async_op" not in case.arguments and not case.few]
+CALLS = {
+    case.name: case for case in cases.table(N) if not (any(case.shared) or case.few or "async_op" in case.arguments)
+}
 
 
-@pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case.name}({case.label})")
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 def test_the_gradients_of_every_collective(case):
     def fn(x, r):
         return (case.call(x, r).sin() * (r + 1)).sum().abs()
@@ -185,7 +187,7 @@ RIGHT = {
     "equal ranks": partial(
         is_right, lambda x, w: (dc.sum_gradients(x) * w).sin().sum(), alike(4), PAIR[0], placements=ONE
     ),
-    **{f"{name}, {n} ranks": check for n in (1, 2, 3) for name, check in shared(n).items()},
+    **{f"{name}, {n} ranks": check for n in (1, 3) for name, check in shared(n).items()},
 }
 RULES = {
     "N times": (lambda g: 3 * dc.all_reduce(g), "the derivative of the losses, times 3 = N"),
@@ -197,8 +199,6 @@ RULES = {
     "off by little": (little, "the derivative of the losses"),
     "zero": (lambda g: 0 * g, "zero on every rank"),
     "zero on rank 2": (lambda g: dc.all_reduce(g) * (dc.get_rank() != 2), "zero on rank 2"),
-    "by rank": (lambda g: dc.all_reduce(g) * (1 + dc.get_rank()), "not proportional"),
-    "of the next": (lambda g: dc.shift(dc.all_reduce(g) * (1 + dc.get_rank())), "not proportional"),
 }
 #: name: (the check, what is observed)
 WRONG = {

@@ -68,12 +68,13 @@ class ModelOutput(OrderedDict):
     """As Transformers has it."""
 
 
-def counted():
+def outputs_of_all_kinds():
     def loss(x):
         flags = bool((x > 1).any()), (x > -0.1).all(), 7
-        return (x**2).sum(), (x > 0).sum(), int((x < 0).sum()), len(x), *flags
+        output = Output((x**3).sum(0, keepdim=True).sum(1), ModelOutput(logits=x.sin(), cache=None))
+        return output, (x > 0).sum(), int((x < 0).sum()), len(x), *flags
 
-    return summed(loss)
+    return summed(loss, order=2)
 
 
 def outputs_of_all_rows():
@@ -186,12 +187,10 @@ RIGHT = {
         f"{name}, order 2": lambda make=make: (*make()[:3], {**make()[3], "order": 2})
         for name, make in RIGHT_LOSSES.items()
     },
-    "a loss of shape (1,)": lambda: summed(lambda x: (x**3).sum(0, keepdim=True).sum(1), order=2),
-    "outputs of models": lambda: summed(lambda x: Output((x**3).sum(), ModelOutput(logits=x.sin(), cache=None))),
+    "outputs of all kinds": outputs_of_all_kinds,
     "a module that pickle refuses": lambda: summed(squares, module=Held()),
     "outputs of all rows": outputs_of_all_rows,
     "uneven pieces": lambda: summed(value, batch=rows(5), **BY_ROWS),
-    "counts": counted,
     "batch norm, as a mean": lambda: normalized(_unbiased, order=2),
     "batch norm, as a sum": lambda: normalized(_unbiased, order=2, rank_reduction="sum"),
     "a step": step,
@@ -263,22 +262,6 @@ def without_a_row(x):
     return value(x[:-1] if dc.get_rank() == 1 else x)
 
 
-def beside_a_value_within_rounding():
-    def single(x, w, factor=1.0):
-        return (x @ w).sin().square().mean() * factor
-
-    return lambda x, w: single(x, w * 3 - 2 * w.detach(), 1 + 3e-9), single, (numbers(8, 6), numbers(6)), BY_ROWS
-
-
-def centered():
-    """Its sum is zero but for rounding."""
-
-    def distributed(x):
-        return (x - dc.all_reduce(x.sum(0)) / count(x)).sum() + 1e-12 * (x**2).sum()
-
-    return summed(distributed, batch=rows(8))
-
-
 def in_single_precision(**more):
     def fn(x):
         return x.float().sin().double().sum() + 0 * dc.all_reduce(x.sum())
@@ -324,13 +307,11 @@ WRONG = {
     ),
     "rows in place of a number": (lambda: summed(lambda x: x.sum(1), value), r"\(4,\), \(4,\) on the ranks, \(\) on"),
     "rows left out": (lambda: summed(without_a_row, value, ranks=EVEN), "x: zero in row 7 of the whole"),
-    "a factor beside a value within rounding": (beside_a_value_within_rounding, "w: 3 times that of one process"),
     "another rank's piece": (
         lambda: (dc.shift, lambda x: x * 1, rows(6), PIECES),
         "output: rank 0 has rank 2's piece, rank 1 has rank 0's piece",
     ),
     "exchanged outputs": (exchanged, ""),
-    "zero but for rounding": (centered, "one process has as large a difference with other last digits"),
     "in single precision": (in_single_precision, ""),
     "random": (lambda: summed(lambda x: (nn.functional.dropout(x, 0.5) ** 2).sum()), "with another seed"),
     "three ranks": (
@@ -480,9 +461,6 @@ def test_state_that_simulated_ranks_share():
     report = differs(program, on=BOTH)
     assert "wrong on simulated ranks, right on gloo" in observed(report)
     assert [table.ok for table in report.tables] == [False, True]
-    cached_rank.cache_clear()
-    report = differs((lambda x: distributed(x.flip(0)), *program[1:]), on=BOTH)  # wrong on both
-    assert "right on gloo" not in observed(report) and len(report.tables) == 1
 
 
 def test_right_on_simulated_ranks_and_wrong_on_processes():
