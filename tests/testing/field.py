@@ -205,16 +205,12 @@ def alone(x):
     return x
 
 
-def distributed_nn_gather(x):
-    return torch.cat(dist_nn.all_gather(x))
-
-
 #: Right ways. The last gather takes equal blocks only.
 GATHERS = {
     "dc.all_gather": right_gather,
     "GatherLayer": gather_layer,
     "dc.gather_batch": lambda x: dc.gather_batch(x).tree,
-    "torch.distributed.nn": distributed_nn_gather,
+    "torch.distributed.nn": lambda x: torch.cat(dist_nn.all_gather(x)),
 }
 SUMS = {
     "dc.all_reduce": dc.all_reduce,
@@ -277,21 +273,22 @@ def program(make, loss, way):
     return make(loss, way), make(loss, alone), batch, {"module": encoder(), "rank_reduction": reduction}
 
 
-#: What makes a program, its families, right ways and wrong ones.
-KINDS = (
-    (of_rows, OF_ROWS, GATHERS, WRONG_GATHERS),
-    (of_statistics, OF_STATISTICS, SUMS, WRONG_SUMS),
-    (of_pairs, OF_PAIRS, GATHERS, WRONG_GATHERS),
-)
+def each(make, families, ways):
+    """Return a function for each program, which makes it."""
+    return {
+        f"{family}, {name}": partial(program, make, loss, way)
+        for family, loss in families.items()
+        for name, way in ways.items()
+    }
+
+
 RIGHT = {
-    f"{family}, {name}": (make, loss, way)
-    for make, families, ways, _ in KINDS
-    for family, loss in families.items()
-    for name, way in ways.items()
+    **each(of_rows, OF_ROWS, GATHERS),
+    **each(of_statistics, OF_STATISTICS, SUMS),
+    **each(of_pairs, OF_PAIRS, GATHERS),
 }
 WRONG = {
-    f"{family}, {name}": (make, loss, way)
-    for make, families, _, ways in KINDS
-    for family, loss in families.items()
-    for name, way in ways.items()
+    **each(of_rows, OF_ROWS, WRONG_GATHERS),
+    **each(of_statistics, OF_STATISTICS, WRONG_SUMS),
+    **each(of_pairs, OF_PAIRS, WRONG_GATHERS),
 }

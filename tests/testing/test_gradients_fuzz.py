@@ -7,6 +7,7 @@ only for N > 1.
 
 import os
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ COUNT = int(os.environ.get("DIFFCOLL_FUZZ", "2000"))
 SIZES = ((4, 4), (5, 3), (8, 0), (3, 3, 2), (5, 0, 3), (0, 2, 6), (1, 2, 4, 1))
 
 # ── rules: what a collective's backward does with the gradient ───────────────────────────────────────────
-
 
 #: Of any tensor.
 WRONG = (
@@ -65,12 +65,11 @@ class Program:
         self.places = 0
 
     def weights(self):
-        each = [numbers(WIDTH, WIDTH, seed=self.seed + i) / 2 for i in range(len(self.steps))]
-        return torch.nn.ParameterList([numbers(3, WIDTH, seed=self.seed), *each])
+        shapes = [(3, WIDTH)] + [(WIDTH, WIDTH)] * len(self.steps)
+        return torch.nn.ParameterList(numbers(*shape, seed=10 * self.seed + i) / 2 for i, shape in enumerate(shapes))
 
     def __repr__(self):
-        names = [f.__name__ for f in (*self.steps, self.loss)]
-        return f"Program(seed={self.seed}, wrong={self.wrong}): {', '.join(names)}"
+        return f"Program(seed={self.seed}, wrong={self.wrong}): {self.steps}, {self.loss}"
 
     def count_places(self):
         """Return the number of places in which a wrong rule may stand."""
@@ -128,21 +127,23 @@ def attended(program, x, weight):
     return (x @ keys.T).softmax(1) @ keys
 
 
-def maximum(program, x, weight):
-    low = torch.full((1, WIDTH), -1e3, dtype=x.dtype)
-    return x * program.reduced(torch.cat([x @ weight, low]).amax(0), "max").sin()
+def with_a_low_row(x):
+    """Ranks may have no rows."""
+    return torch.cat([x, torch.full((1, WIDTH), -1e3, dtype=x.dtype)])
 
 
-def logsumexp(program, x, weight):
-    low = torch.full((1, WIDTH), -1e3, dtype=x.dtype)
-    return x + program.reduced(torch.cat([x @ weight, low]).logsumexp(0), "logsumexp")
+OPS = {
+    "max": lambda x: with_a_low_row(x).amax(0),
+    "logsumexp": lambda x: with_a_low_row(x).logsumexp(0),
+    "product": lambda x: (1 + x.tanh() / 4).prod(0),
+}
 
 
-def product(program, x, weight):
-    return x + program.reduced((1 + (x @ weight).tanh() / 4).prod(0), "product").sin()
+def reduction(program, x, weight, op):
+    return x + program.reduced(OPS[op](x @ weight), op).sin()
 
 
-STEPS = (linear, normalized, attended, maximum, logsumexp, product)
+STEPS = (linear, normalized, attended, *(partial(reduction, op=op) for op in OPS))
 LOSSES = [(of_pairs, f) for f in OF_PAIRS.values()] + [(of_statistics, f) for f in OF_STATISTICS.values()]
 
 # ── verdicts ─────────────────────────────────────────────────────────────────────────────────────────────
