@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from field import identity, own_block_kept, own_slice, plain_gather, right_gather
 from torch.autograd import Function
-from verdicts import numbers, ruled
+from verdicts import numbers, rows, ruled, summed
 
 import diffcoll as dc
 
@@ -27,10 +27,6 @@ class Temperature(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.tensor(1.3, dtype=torch.double))
-
-
-def one(n):
-    return numbers(n, 3)
 
 
 def pair(n):
@@ -70,7 +66,7 @@ def _sum_of_rows(reduce, power=1, **more):
     def single(x):
         return (x.sum(0) ** power).sin().sum() + (x**3).sum()
 
-    return distributed, single, one, {"rank_reduction": "sum", **more}
+    return summed(distributed, single, **more)
 
 
 def _barlow(total):
@@ -96,7 +92,7 @@ def _nan_on_empty():
     def distributed(x):
         return mean(x) * len(x) * dc.get_world_size() / rows_of_all(x)[1]
 
-    return distributed, mean, one, {}
+    return distributed, mean, rows, {}
 
 
 def _ring_sum():
@@ -109,7 +105,7 @@ def _ring_sum():
     def single(x):
         return (x * x.roll(4, 0).sin()).sum()
 
-    return distributed, single, one, {"rank_reduction": "sum"}
+    return summed(distributed, single)
 
 
 without_rank_zero = ruled(dc.all_gather, lambda g: dc.reduce_scatter(g if dc.get_rank() else torch.zeros_like(g)))
@@ -152,7 +148,7 @@ PLANTED = {
     "detached on rank 1": (lambda: clip(detached_on_rank_1), EVEN, "text: right if the calls of detach"),
     "N times": (lambda: clip(right_gather, summed_again), UNEVEN, "scale: [23] = N times that of one process"),
     "local statistics": (lambda: _barlow(torch.clone), EVEN, "a and b: .* it is the forward that differs"),
-    "mean of means": (lambda: (mean, mean, one, {}), UNEVEN, "right if ranks are weighted by their rows of x"),
+    "mean of means": (lambda: (mean, mean, rows, {}), UNEVEN, "right if ranks are weighted by their rows of x"),
     "equal blocks": (lambda: clip(dc.all_gather), UNEVEN, "right if all ranks have equally many rows, wrong if not"),
     "not finite": (_nan_on_empty, EMPTY, "not finite"),
     "second order": (lambda: _sum_of_rows(CubedSum.apply, 3, order=2), EVEN, "first order is right"),

@@ -85,8 +85,9 @@ class Row(nn.Linear):
 
 class ShardedMLP(MLP):
     def __init__(self, group, bug):
-        super().__init__(12 // group.size())
-        self.group, self.bug, self.down = group, bug, Row(12 // group.size(), 4, group, bug)
+        width = 12 // group.size()
+        super().__init__(width)
+        self.group, self.bug, self.down = group, bug, Row(width, 4, group, bug)
 
     def forward(self, x):
         h = self.norm(x)
@@ -123,10 +124,10 @@ class ShardedVocabulary(nn.Module):
 
     def __init__(self, whole, group, bug):
         super().__init__()
-        weight, n = whole.embed.detach(), group.size()
-        self.group, self.bug, self.count, self.each = group, bug, len(weight), -(-len(weight) // n)
+        self.group, self.bug, self.count = group, bug, len(whole.embed)
+        self.each = -(-self.count // group.size())
         self.first = group.rank() * self.each
-        padded = torch.cat([weight, weight.new_zeros(self.each * n - self.count, 3)])
+        padded = F.pad(whole.embed.detach(), (0, 0, 0, self.each * group.size() - self.count))
         self.weight = nn.Parameter(padded[self.first :][: self.each].clone())
 
     def at(self, ids):
@@ -149,7 +150,7 @@ class ShardedVocabulary(nn.Module):
         smooth = logits.sum(1)
         if self.bug != "local mean":
             smooth = summed(smooth, group)
-        smooth = smooth / (self.count if not self.bug.startswith("local") else self.each)
+        smooth = smooth / (self.each if self.bug.startswith("local") else self.count)
         return (total - 0.7 * own - 0.3 * smooth).mean()
 
 
@@ -369,18 +370,22 @@ class TiedEnds(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage of a pipeline, with a weight of its own; layers are numbered from 0."""
+    """A stage of a pipeline. The first one's weight has another name, the last one's is made anew."""
 
     def __init__(self, weight, first, bug):
         super().__init__()
         self.first, self.bug = first, bug
-        self.layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh() if first else nn.Identity())
-        self.layers[0].weight = nn.Parameter(weight.detach().clone())
+        layer = nn.Linear(4, 4, bias=False, dtype=torch.double)
+        if first:
+            layer.weight = nn.Parameter(weight.detach().clone())
+            self.layers = nn.Sequential(layer, nn.Tanh())
+        else:
+            self.last = layer
 
     def forward(self, x):
         if self.first:
             return sent(self.layers(x) * (2 if self.bug == "twice" else 1), 1)
-        y = loss(self.layers, received((len(x), 4), 0, 0 if self.bug == "zeros" else 1))
+        y = loss(self.last, received((len(x), 4), 0, 0 if self.bug == "zeros" else 1))
         return y * 2 if self.bug == "value twice" else y
 
 

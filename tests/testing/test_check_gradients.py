@@ -59,10 +59,6 @@ def bent(offset):
     return lambda x: (dc.all_reduce(x).relu() * torch.tensor([1.0, 2.0])).sum() + offset
 
 
-def absolute(x):
-    return dc.all_reduce(x).abs().sum()
-
-
 def beside(at):
     """Points that are so far from a kink of `bent`."""
     return [torch.tensor([at if r == 1 else 0.0, r + 1.0], dtype=torch.double) for r in range(N)]
@@ -117,16 +113,7 @@ def same(x):
     return x
 
 
-def no_f(x, w, v):
-    return mlp(x, w, v, f=same)
-
-
-def partial_g(x, w, v):
-    return mlp(x, w, v, g="partial")
-
-
-def alone(x, w, v):
-    return (torch.tanh(x @ w) @ v).sin().sum()
+no_f, partial_g = partial(mlp, f=same), partial(mlp, g="partial")
 
 
 class Norm(nn.LayerNorm):
@@ -207,7 +194,6 @@ WRONG = {
     "many elements": (partial(is_wrong, with_rule(same), *MANY), "x: the derivative of the rank's own loss alone"),
     "second order": (partial(is_wrong, cubed, per_rank(2), order=2), "first order is right"),
     "a kink": (partial(is_wrong, bent(0), beside(0.0)), "not differentiable here"),
-    "a kink between opposite slopes": (partial(is_wrong, absolute, beside(0.0)), "not differentiable here"),
     "a kink, a large loss": (partial(is_wrong, bent(1e10), beside(0.0)), "not differentiable here"),
     "of a large tensor": (partial(is_wrong, lambda x, y: of_sizes(x, y, lambda x: wrong_sum(x) / 3), *SIZES), "x: "),
     "of a small tensor": (partial(is_wrong, lambda x, y: of_sizes(x, y, reduce_y=wrong_sum), *SIZES), "y: "),
@@ -219,7 +205,6 @@ WRONG = {
     "no f": (partial(is_wrong, no_f, *of_mlp(), placements=BOTH), "x: "),
     "g of a partial gradient": (partial(is_wrong, partial_g, *of_mlp(), placements=BOTH), "x, w and v: "),
     "said to be partial": (partial(is_wrong, mlp, *of_mlp(), placements={**BOTH, **PART}), "x: "),
-    "no collective": (partial(is_wrong, alone, *of_mlp(), placements=BOTH), "x: "),
     "variables of their own": (partial(is_wrong, no_f, per_rank(5, 3), *of_mlp()[1:]), "x, w and v: "),
     "nobody sums": (partial(is_wrong, called, per_rank(2, 4), module=Norm(same), placements=EACH), "weight and bias: "),
 }

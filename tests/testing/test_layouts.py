@@ -287,3 +287,21 @@ def test_a_wrong_gradient_is_seen_in_each(name):
         return ruled(torch.clone, lambda g: g * (1.5 if several() else 1))(fn(module, *given))
 
     assert not differs((wrong, fn, batch, more)).cuts
+
+
+def test_a_layout_that_shapes_do_not_show():
+    """A program that is right is not called wrong, but wrong on the layout that its shapes say."""
+
+    def made_anew(whole, mesh):
+        made = some_heads(whole, mesh)
+        for p in made.parameters():
+            nn.init.zeros_(p)
+        return made
+
+    def heads(whole, at):
+        return torch.cat([x.chunk(2)[at["tp"]] for x in whole.chunk(3)])
+
+    program = partial(way, made_anew, module=Attention(merged=True))
+    report = differs(program())
+    assert "anew" in report.condition and report.condition in str(report)
+    matches(program(placements={"qkv": heads}))

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -18,17 +19,27 @@ from sharded_programs import PROGRAMS, sequence
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from verdicts import cached_rank, differs, loss, matches, numbers, observed, ruled, several, sharded
+from verdicts import (
+    cached_rank,
+    differs,
+    loss,
+    matches,
+    numbers,
+    observed,
+    rows,
+    ruled,
+    several,
+    sharded,
+    summed,
+    value,
+    with_more,
+)
 
 import diffcoll as dc
 
 EVEN = (4, 4)
 BY_ROWS = {"ranks": {"dp": 2}, "placements": {"x": {"dp": Shard(0)}}}
 ON = ["simulated", pytest.param("gloo", marks=pytest.mark.slow)]
-
-
-def rows(n, width=3, seed=0, dtype=torch.double):
-    return numbers(n, width, seed=seed + n, dtype=dtype)
 
 
 def layer(*shape, kind=nn.Linear):
@@ -39,15 +50,6 @@ def layer(*shape, kind=nn.Linear):
 def count(x):
     """The number of rows of all ranks."""
     return dc.all_reduce(torch.tensor(float(len(x)), dtype=torch.double))
-
-
-def summed(distributed, single=None, batch=rows, **more):
-    """A program whose ranks' losses are summed; without `single`, it is the same on one process."""
-    return distributed, single or distributed, batch, {"rank_reduction": "sum", **more}
-
-
-def value(x):
-    return x.sin().sum()
 
 
 def squares(module, x):
@@ -183,10 +185,7 @@ def averages_of_weights():
 
 
 RIGHT = {
-    **{
-        f"{name}, order 2": lambda make=make: (*make()[:3], {**make()[3], "order": 2})
-        for name, make in RIGHT_LOSSES.items()
-    },
+    **{f"{name}, order 2": with_more(make, order=2) for name, make in RIGHT_LOSSES.items()},
     "outputs of all kinds": outputs_of_all_kinds,
     "a module that pickle refuses": lambda: summed(squares, module=Held()),
     "outputs of all rows": outputs_of_all_rows,
@@ -198,8 +197,8 @@ RIGHT = {
     "a moving average": averages_of_weights,
     "zero but for rounding": lambda: summed(torch.sum, lambda x: x.mean(0).sum() * 8, rows(8) - rows(8).mean(0)),
     "in single precision, with a tolerance": lambda: in_single_precision(tolerance=1e-5),
-    "somebody sums later": lambda: sequence("said to be partial"),
-    **{make.__name__: lambda make=make: make("") for make in PROGRAMS},
+    "somebody sums later": partial(sequence, "said to be partial"),
+    **{make.__name__: partial(make, "") for make in PROGRAMS},
 }
 
 
@@ -294,7 +293,7 @@ WRONG = {
     "tiny and N times": (tiny_and_twice, f"b: {TWICE}"),
     "small in float32": (lambda: tiny_and_twice(0.1, torch.float), f"b: {TWICE}"),
     "the sum of a mean": (
-        lambda: summed(*clip(right_gather)[:3], **clip(right_gather)[3], ranks=EVEN),
+        with_more(partial(clip, right_gather), rank_reduction="sum", ranks=EVEN),
         f"value, image, text and scale: {TWICE}",
     ),
     "a weight that is an argument": (a_weight_that_is_an_argument, "weight: 2 = "),
@@ -319,15 +318,12 @@ WRONG = {
         "right on up to 2 ranks, wrong on 3",
     ),
     **{
-        f"{name}, {n} ranks": (
-            lambda make=make, n=n, ranks=ranks: (*make()[:3], {**make()[3], "ranks": ranks[n]}),
-            words,
-        )
+        f"{name}, {n} ranks": (with_more(make, ranks=ranks[n]), words)
         for name, (make, ranks, words) in PLANTED.items()
         for n in (2, 3)
     },
     **{
-        f"{make.__name__}, {bug}": (lambda make=make, bug=bug: make(bug), words)
+        f"{make.__name__}, {bug}": (partial(make, bug), words)
         for make, bugs in PROGRAMS.items()
         for bug, words in bugs.items()
     },

@@ -36,6 +36,10 @@ def numbers(*shape, seed=0, dtype=torch.double):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def rows(n, width=3, seed=0, dtype=torch.double):
+    return numbers(n, width, seed=seed + n, dtype=dtype)
+
+
 def per_rank(*shape, n=3, seed=0, dtype=torch.double):
     return [numbers(*shape, seed=seed + r, dtype=dtype) for r in range(n)]
 
@@ -54,11 +58,30 @@ def loss(module, x):
     return module(x).sin().mean()
 
 
+def value(x):
+    return x.sin().sum()
+
+
+def summed(distributed, single=None, batch=rows, **more):
+    """A program whose ranks' losses are summed; without `single`, it is the same on one process."""
+    return distributed, single or distributed, batch, {"rank_reduction": "sum", **more}
+
+
 def sharded(shard, ranks, module, batch, fn=loss, single=None, **more):
     """A program on a mesh; rows of x are divided along the axes that are no `tp` or `pp`."""
     split = {axis: Shard(0) for axis in (ranks if isinstance(ranks, dict) else {}) if axis not in ("tp", "pp")}
     placed = {"placements": {"x": split}} if split else {}
     return fn, single or fn, batch, {"module": module, "shard": shard, "ranks": ranks, **placed, **more}
+
+
+def with_more(make, **more):
+    """A function that makes the program of `make` with more arguments."""
+
+    def made():
+        *functions, given = make()
+        return *functions, {**given, **more}
+
+    return made
 
 
 def observed(report):
