@@ -59,6 +59,10 @@ def bent(offset):
     return lambda x: (dc.all_reduce(x).relu() * torch.tensor([1.0, 2.0])).sum() + offset
 
 
+def absolute(x):
+    return dc.all_reduce(x).abs().sum()
+
+
 def beside(at):
     """Points that are so far from a kink of `bent`."""
     return [torch.tensor([at if r == 1 else 0.0, r + 1.0], dtype=torch.double) for r in range(N)]
@@ -194,6 +198,7 @@ WRONG = {
     "many elements": (partial(is_wrong, with_rule(same), *MANY), "x: the derivative of the rank's own loss alone"),
     "second order": (partial(is_wrong, cubed, per_rank(2), order=2), "first order is right"),
     "a kink": (partial(is_wrong, bent(0), beside(0.0)), "not differentiable here"),
+    "a kink between opposite slopes": (partial(is_wrong, absolute, beside(0.0)), "not differentiable here"),
     "a kink, a large loss": (partial(is_wrong, bent(1e10), beside(0.0)), "not differentiable here"),
     "of a large tensor": (partial(is_wrong, lambda x, y: of_sizes(x, y, lambda x: wrong_sum(x) / 3), *SIZES), "x: "),
     "of a small tensor": (partial(is_wrong, lambda x, y: of_sizes(x, y, reduce_y=wrong_sum), *SIZES), "y: "),
