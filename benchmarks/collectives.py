@@ -115,13 +115,13 @@ def nn_functional(name: str, op: str) -> Call | None:
 
 def peak_memory(bench: Bench, case: Case) -> float:
     """Return the peak memory of a forward and the backward of `y.sum()` above x and y, in bytes, of the worst rank."""
-    cases = {"it": case, "warm": replace(case, shapes=((bench.n,),) * bench.n)}
+    cases = {"large": case, "small": replace(case, shapes=((bench.n,),) * bench.n)}
 
     def steps(rank: int) -> Steps:
-        return {name: partial(_sum, case, case.x(rank, 0).requires_grad_(), rank) for name, case in cases.items()}
+        return {name: partial(_sum, each, each.x(rank, 0).requires_grad_(), rank) for name, each in cases.items()}
 
     ys = case.truth([torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.shapes])
-    return max(peak - y.nbytes for peak, y in zip(bench.peaks(steps, "it", "warm"), ys, strict=True))
+    return max(peak - y.nbytes for peak, y in zip(bench.peaks(steps, "large", warm="small"), ys, strict=True))
 
 
 def _sum(case: Case, x: Tensor, rank: int) -> None:

@@ -79,7 +79,7 @@ class Bench:
             warnings.simplefilter("ignore")  # deprecations of what is compared
             steps = make(rank)
             barrier_of_ours: Step = import_module("mpi4py.MPI").COMM_WORLD.Barrier if mpi else dist.barrier
-            found: dict[str, list[Times]] = {name: [] for name in steps}
+            times: dict[str, list[Times]] = {name: [] for name in steps}
             shuffle = random.Random(0).sample  # alike on all ranks
             for i in range(rounds + 2):
                 for name, step in shuffle([*steps.items()], len(steps)):
@@ -87,8 +87,8 @@ class Bench:
                     barrier()
                     turn = Times(timed(step, barrier), timed(step, barrier))
                     if i >= 2:
-                        found[name].append(turn)
-            return {name: Times(*map(statistics.median, zip(*of, strict=True))) for name, of in found.items()}
+                        times[name].append(turn)
+            return {name: Times(*map(statistics.median, zip(*of, strict=True))) for name, of in times.items()}
 
         return self.on_ranks(turns)[0]
 

@@ -39,7 +39,7 @@ def run_row(row, machine, folder, stop):
     """Run a row; return what it has found: what is wrong, and figures, are lists of [part, text]."""
     folder, begin = Path(tempfile.mkdtemp(dir=folder)), time.monotonic()
     limit, why, killed = begin + row.seconds, f"killed after {row.seconds:g} s", ""
-    processes = [started(row, r, machine, folder) for r in range(1 if row.starts_ranks else row.ranks)]
+    processes = [start_rank(row, r, machine, folder) for r in range(1 if row.starts_ranks else row.ranks)]
     while None in (codes := [process.poll() for process in processes]) and not killed:
         now = time.monotonic()
         if any(codes) and limit > now + GRACE:
@@ -52,10 +52,10 @@ def run_row(row, machine, folder, stop):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has started
         process.wait()
     seconds = round(time.monotonic() - begin, 1)
-    return {"row": row.body.__name__, "ranks": row.ranks, "seconds": seconds, **found(folder, processes, killed)}
+    return {"row": row.body.__name__, "ranks": row.ranks, "seconds": seconds, **written_by(processes, folder, killed)}
 
 
-def started(row, r, machine, folder):
+def start_rank(row, r, machine, folder):
     """Start the process of a rank."""
     command = [sys.executable, "-m", "gpu.rank", row.file, row.name, f"{r}", folder, machine.device]
     with open(folder / f"{r}.log", "w") as log:
@@ -69,7 +69,7 @@ def started(row, r, machine, folder):
         )
 
 
-def found(folder, processes, killed):
+def written_by(processes, folder, killed):
     """Return what the ranks have written, and how those ended that did not come to their end."""
     parts, ends = {}, []
     for r, process in enumerate(processes):
