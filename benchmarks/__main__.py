@@ -30,12 +30,12 @@ NAMES = (*COLLECTIVES, *COMPARED)
 def compared(bench: Bench, title: str, make: Callable[[int], Steps]) -> Table:
     """Return a row for each way to do the same: time, and peak memory above what was there before the step.
 
-    Ratios are to the first way, or a faster one whose name begins as that of the first.
+    Ratios are to the first way, or to a faster variant, whose name begins as that of the first.
     """
     times = {name: taken.warm for name, taken in bench.times(make, bench.rounds).items()}
     first = next(iter(times))
     fastest = min(value for name, value in times.items() if name.startswith(first))
-    grid = Table("way", "median ms", f"ratio to {first} at its fastest", "peak memory, MB")
+    grid = Table("way", "median ms", f"ratio to {first}", "peak memory, MB")
     grid.title = f"{title}: {bench.title}"
     for name, value in times.items():
         memory = max(bench.peaks(make, name)) / 2**20
