@@ -1,4 +1,4 @@
-"""What measures the library: time, bytes and memory of its calls beside others', and a model of their costs.
+"""What measures the library: time, bytes and memory of its calls beside others'.
 
     python -m benchmarks --help
 

@@ -5,36 +5,41 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import collectives, losses, training
-from benchmarks.measuring import Bench, Steps, peak
+from benchmarks.measuring import Bench, Steps
 from diffcoll.collectives import COLLECTIVES
 
-#: Ways to do the same, and how many other arguments their functions take.
-COMPARED: dict[str, tuple[str, Callable[[int], Steps]]] = {
-    "trees": ("200 tensors of 327 float32 in one call", collectives.trees),
-    "overlap": ("all_reduce of 16 MB, and as much work beside it", collectives.overlap),
-    "clip": ("CLIP, 1,024 pairs a rank of 512 dimensions", losses.clip),
-    "grad_cache": ("an encoder of 8 layers and InfoNCE, 1,024 pairs a rank of 512 dimensions", losses.grad_cache),
-    "vocabulary": ("cross-entropy of 1,024 tokens, 8,192 words on all ranks", losses.vocabulary),
-    "batch_norm": ("15 convolutions with batch norm, 4 images of 32 × 32 a rank", losses.batch_norm),
+#: Ways to do the same: the title of a table, and its rows.
+COMPARED: dict[str, dict[str, Callable[[int], Steps]]] = {
+    "trees": {"200 tensors of 327 float32 in one call": collectives.trees},
+    "overlap": {"all_reduce of 16 MB, and as much work beside it": collectives.overlap},
+    "clip": {"CLIP, 1,024 pairs a rank of 512 dimensions": losses.clip},
+    "grad_cache": {"an encoder of 8 layers and InfoNCE, 1,024 pairs a rank of 512 dimensions": losses.grad_cache},
+    "vocabulary": {"cross-entropy of 1,024 tokens, 8,192 words on all ranks": losses.vocabulary},
+    "batch_norm": {"15 convolutions with batch norm, 4 images of 32 × 32 a rank": losses.batch_norm},
+    "averager": training.MODELS,
 }
-NAMES = (*COLLECTIVES, *COMPARED, "averager")
+NAMES = (*COLLECTIVES, *COMPARED)
 
 
 def compared(bench: Bench, title: str, make: Callable[[int], Steps]) -> Table:
-    """Return a row for each way to do the same: time, and peak memory above what was there before the step."""
+    """Return a row for each way to do the same: time, and peak memory above what was there before the step.
+
+    Ratios are to the first way, or to a faster variant, whose name begins as that of the first.
+    """
     times = {name: taken.warm for name, taken in bench.times(make, bench.rounds).items()}
-    first = next(iter(times.values()))
-    grid = Table("way", "median ms", "as a ratio to the first", "peak memory, MB", title=f"{title}: {bench.title}")
+    first = next(iter(times))
+    fastest = min(value for name, value in times.items() if name.startswith(first))
+    grid = Table("way", "median ms", f"ratio to {first}", "peak memory, MB")
+    grid.title = f"{title}: {bench.title}"
     for name, value in times.items():
-        memory = max(bench.on_ranks(partial(peak, make, name)))
-        grid.add_row(name, f"{value:.2f}", f"{value / first:.2f}×", f"{memory / 2**20:.0f}")
+        memory = max(bench.peaks(make, name)) / 2**20
+        grid.add_row(name, f"{value:.2f}", f"{value / fastest:.2f}×", f"{memory:.0f}")
     return grid
 
 
@@ -61,10 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.json:
             options.json.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n", encoding="utf-8")
     for name in names:
-        if name in COMPARED:
-            console.print(compared(bench, *COMPARED[name]))
-    if "averager" in names:
-        console.print(training.table(bench))
+        for title, make in COMPARED.get(name, {}).items():
+            console.print(compared(bench, title, make))
 
 
 if __name__ == "__main__":

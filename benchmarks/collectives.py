@@ -16,13 +16,13 @@ from torch import Tensor
 import diffcoll
 from benchmarks.counting import bytes_sent
 from benchmarks.floor import floor
-from benchmarks.measuring import ON_GLOO, OURS, Bench, Steps, Times, peak
+from benchmarks.measuring import OURS, Bench, Steps, Times
 from diffcoll.testing.cases import Case
 
 NN = "torch.distributed.nn.functional"
 FLOOR = "a two-line Function"
-#: The library's own sum, beside its other reductions; under `--engine mpi`, the library on gloo.
-SUM, OURS_ON_GLOO = f"{OURS}'s sum", OURS + ON_GLOO
+#: The library's own sum, beside its other reductions.
+SUM = f"{OURS}'s sum"
 SIZES = {"4 B": 1, "1 MB": 1 << 18, "16 MB": 1 << 22}
 OPS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("sum", "mean", "product", "max", "logsumexp"),
@@ -42,7 +42,7 @@ class Row:
     nbytes: int
     #: The library first, then the others that offer the call.
     systems: dict[str, Times]
-    #: By the busiest rank, if all stages are the library's messages.
+    #: In forward and backward, if all stages are the library's messages.
     bytes_sent: int
     #: Above x and y, in bytes; None: not measured at this size.
     peak_memory: float | None
@@ -84,8 +84,6 @@ def steps(case: Case, engine: str, rank: int) -> Steps:
         gy = torch.randn(case.call(x, rank).shape)
     ours = partial(getattr(diffcoll, case.name), **case.arguments)
     calls: dict[str, Call | None] = {OURS: ours, NN: nn_functional(case.name, case.arguments.get("op", "sum"))}
-    if engine == "mpi":
-        calls[OURS_ON_GLOO] = partial(ours, group=dist.group.WORLD)
     if "op" in case.arguments:
         calls[SUM] = getattr(diffcoll, case.name)
     if not case.arguments:
@@ -100,27 +98,16 @@ def _step(call: Call, x: Tensor, gy: Tensor) -> object:
 
 
 def nn_functional(name: str, op: str) -> Call | None:
-    """Return the call of torch.distributed.nn.functional; None: it has none, as is the case of logsumexp."""
+    """Return the call of torch.distributed.nn.functional; None: it has none that is defined on all ranks."""
     nn: Any = import_module(NN)
-    rank, n = dist.get_rank(), dist.get_world_size()
+    n = dist.get_world_size()
     reduction: Any = getattr(dist.ReduceOp, {"mean": "AVG"}.get(op, op.upper()), None)
-
-    def gather(x: Tensor) -> Tensor:
-        y = torch.cat(nn.gather(x, 0))
-        return y if rank == 0 else y[:0]
-
-    def reduce(x: Tensor) -> Tensor:
-        y: Tensor = nn.reduce(x, 0, reduction)
-        return y if rank == 0 else torch.where(torch.tensor(True), 0.0, y)  # undefined there
-
     calls: dict[str, Call] = {
         "all_reduce": lambda x: nn.all_reduce(x, reduction),
         "all_gather": lambda x: torch.cat(nn.all_gather(x)),
         "reduce_scatter": lambda x: nn.reduce_scatter(torch.empty_like(x[: len(x) // n]), [*x.chunk(n)], reduction),
         "all_to_all": lambda x: nn.all_to_all_single(torch.empty_like(x), x),
         "broadcast": lambda x: nn.broadcast(x, 0),
-        "reduce": reduce,
-        "gather": gather,
         "scatter": lambda x: nn.scatter([*x.chunk(n)], 0),
     }
     return None if reduction is None else calls.get(name)
@@ -128,24 +115,18 @@ def nn_functional(name: str, op: str) -> Call | None:
 
 def peak_memory(bench: Bench, case: Case) -> float:
     """Return the peak memory of a forward and the backward of `y.sum()` above x and y, in bytes, of the worst rank."""
+    cases = {"large": case, "small": replace(case, shapes=((bench.n,),) * bench.n)}
 
-    def above(rank: int) -> float:
-        sizes: list[int] = []
+    def steps(rank: int) -> Steps:
+        return {name: partial(_sum, each, each.x(rank, 0).requires_grad_(), rank) for name, each in cases.items()}
 
-        def variant(case: Case, rank: int) -> Steps:
-            x = case.x(rank, 0).requires_grad_()
+    ys = case.truth([torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.shapes])
+    return max(peak - y.nbytes for peak, y in zip(bench.peaks(steps, "large", warm="small"), ys, strict=True))
 
-            def step() -> None:
-                y = case.call(x, rank)
-                sizes.append(y.nbytes)
-                torch.autograd.grad(y, x, torch.ones(()).expand(y.shape))
 
-            return {OURS: step}
-
-        tiny = replace(case, shapes=((bench.n,),) * bench.n)
-        return peak(partial(variant, case), OURS, rank, partial(variant, tiny)) - sizes[-1]
-
-    return max(bench.on_ranks(above))
+def _sum(case: Case, x: Tensor, rank: int) -> None:
+    y = case.call(x, rank)
+    torch.autograd.grad(y, x, torch.ones(()).expand(y.shape))
 
 
 def table(bench: Bench, rows: Sequence[Row]) -> Table:
@@ -154,17 +135,15 @@ def table(bench: Bench, rows: Sequence[Row]) -> Table:
     grid = Table(
         *("collective", "x", OURS, *others, "sent", "memory"),
         title=f"{bench.title}, float32: median ms (diffcoll's as a ratio to it);\n"
-        "bytes a rank sends, and its peak memory above x and y, in bytes of x",
+        "bytes that the busiest rank sends or receives, and peak memory above x and y, in bytes of x",
     )
     for row in rows:
         if row.nbytes <= 4 * bench.n:
             cold = {name: taken.cold for name, taken in row.systems.items()}
             grid.add_row(row.call, f"{row.size}, cold", *_cells(cold, others), "", "")
         warm = {name: taken.warm for name, taken in row.systems.items()}
-        ends = "", ""
-        if row.peak_memory is not None:
-            ends = f"{row.bytes_sent / row.nbytes:.2f}", f"{row.peak_memory / row.nbytes:.2f}"
-        grid.add_row(row.call, row.size, *_cells(warm, others), *ends)
+        memory = "" if row.peak_memory is None else f"{row.peak_memory / row.nbytes:.2f}"
+        grid.add_row(row.call, row.size, *_cells(warm, others), f"{row.bytes_sent / row.nbytes:.2f}", memory)
     return grid
 
 

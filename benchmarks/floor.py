@@ -24,8 +24,8 @@ _ADJOINTS = {
 }
 
 
-class _Floor(Function):
-    """y = raw(x);  gx = adjoint(gy)."""
+class Floor(Function):
+    """y = raw(x);  gx = adjoint(gy): what somebody writes who needs one collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, raw: Raw, adjoint: Raw) -> Tensor:
@@ -43,7 +43,7 @@ def floor(name: str, engine: str) -> Raw | None:
         return None
     calls = _on_mpi() if engine == "mpi" else _on_gloo()
     raw, adjoint = calls[name], calls[_ADJOINTS[name]]
-    return lambda x: _Floor.apply(x, raw, adjoint)  # type: ignore[no-untyped-call]
+    return lambda x: Floor.apply(x, raw, adjoint)  # type: ignore[no-untyped-call]
 
 
 def _on_gloo() -> dict[str, Raw]:

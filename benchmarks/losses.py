@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -93,52 +92,12 @@ def grad_cache(rank: int, rows: int = 1024, dims: int = 512, layers: int = 8, ch
     }
 
 
-# ── a cross-entropy over a sharded vocabulary, by hand as in Megatron-LM ─────────────────────────────────
+# ── a cross-entropy over a sharded vocabulary ────────────────────────────────────────────────────────────
 
 
-class SumGradients(Function):
-    """Megatron's f: the gradients of hidden are added."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        g = g.contiguous()
-        dist.all_reduce(g)
-        return g
-
-
-class CrossEntropy(Function):
-    """Of this rank's logits, which it overwrites; the gradient is computed from the softmax."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
-        first = dist.get_rank() * logits.shape[1]
-        largest = logits.amax(1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        logits -= largest[:, None]
-        here = (target >= first) & (target < first + logits.shape[1])
-        index = torch.where(here, target - first, 0)
-        predicted = logits.gather(1, index[:, None]).squeeze(1) * here
-        exponentials = logits.exp_()
-        sums = torch.stack([predicted, exponentials.sum(1)])
-        dist.all_reduce(sums)
-        ctx.save_for_backward(exponentials.div_(sums[1][:, None]), index, here)
-        return sums[1].log() - sums[0]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        softmax, index, here = ctx.saved_tensors
-        softmax[torch.arange(len(index)), index] -= here.to(g.dtype)
-        return softmax.mul_(g[:, None]), None
-
-
-def by_hand(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    logits = SumGradients.apply(hidden) @ weight.T  # type: ignore[no-untyped-call]
-    loss: Tensor = CrossEntropy.apply(logits, target).mean()  # type: ignore[no-untyped-call]
-    return loss
+def gathered_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = dc.all_gather(dc.sum_gradients(hidden) @ weight.T, dim=1, grad_placement="replicate")
+    return F.cross_entropy(logits, target)
 
 
 def vocabulary(rank: int, tokens: int = 1024, words: int = 8192, dims: int = 256, chunk: int = 256) -> Steps:
@@ -148,7 +107,7 @@ def vocabulary(rank: int, tokens: int = 1024, words: int = 8192, dims: int = 256
     weight = (torch.randn(words, dims, generator=g) / dims**0.5).chunk(dist.get_world_size())[rank]
     xs = hidden, weight.clone().requires_grad_(), torch.randint(words, (tokens,), generator=g)
     losses: dict[str, Callable[..., Tensor]] = {
-        "by hand": by_hand,
+        "diffcoll, all logits gathered": gathered_logits,
         "diffcoll": vocab_parallel_cross_entropy,
         f"diffcoll, chunk_size={chunk}": partial(vocab_parallel_cross_entropy, chunk_size=chunk),
     }
@@ -184,25 +143,19 @@ def batch_norm(rank: int, images: int = 4) -> Steps:
     """A step of a network of 15 convolutions, each with a batch norm."""
 
     def network(norm: Callable[[int], nn.Module]) -> nn.Module:
-        widths = [3, *[16] * 5, *[32] * 5, *[64] * 5]
         layers: list[nn.Module] = []
-        for before, after in itertools.pairwise(widths):
-            stride = 1 if before in (3, after) else 2
-            layers += nn.Conv2d(before, after, 3, stride, 1, bias=False), norm(after), nn.ReLU()
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+        for channels in (3, *[32] * 14):
+            layers += nn.Conv2d(channels, 32, 3, padding=1, bias=False), norm(32), nn.ReLU()
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
     torch.manual_seed(rank)
     x, target = torch.randn(images, 3, 32, 32), torch.randint(10, (images,))
 
-    def step(model: nn.Module, x: Tensor) -> None:
+    def step(model: nn.Module) -> None:
         F.cross_entropy(model(x), target).backward()  # type: ignore[no-untyped-call]
 
-    found: Steps = {}
-    for layout, name in ((torch.contiguous_format, ""), (torch.channels_last, ", channels last")):
-        for label, norm in (
-            ("BatchNorm2d and messages", LocalNorm),
-            ("diffcoll.nn.SyncBatchNorm", dc.nn.SyncBatchNorm),
-        ):
-            model = network(norm).to(memory_format=layout)  # type: ignore[call-overload]
-            found[label + name] = partial(step, model, x.contiguous(memory_format=layout))
-    return found
+    norms: dict[str, Callable[[int], nn.Module]] = {
+        "BatchNorm2d and messages": LocalNorm,
+        "diffcoll.nn.SyncBatchNorm": dc.nn.SyncBatchNorm,
+    }
+    return {name: partial(step, network(norm)) for name, norm in norms.items()}

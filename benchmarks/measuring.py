@@ -21,12 +21,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-import diffcoll
 from diffcoll.testing import spawn
 
 T = TypeVar("T")
@@ -34,7 +33,6 @@ Step = Callable[[], object]
 Steps = dict[str, Step]
 #: Variants whose names begin so run on the library's engine, and end with its barrier; the others run on gloo.
 OURS = "diffcoll"
-ON_GLOO = " on gloo"
 
 
 class Times(NamedTuple):
@@ -74,85 +72,69 @@ class Bench:
         return found
 
     def times(self, make: Callable[[int], Steps], rounds: int) -> dict[str, Times]:
-        """Return the median milliseconds of each step, as rank 0 saw them."""
+        """Return the median milliseconds of each step, with the barrier that it ends with, as rank 0 saw them."""
         mpi = self.engine == "mpi"
-        return self.on_ranks(lambda rank: taken(make(rank), rounds, mpi))[0]
+
+        def turns(rank: int) -> dict[str, Times]:
+            warnings.simplefilter("ignore")  # deprecations of what is compared
+            steps = make(rank)
+            barrier_of_ours: Step = import_module("mpi4py.MPI").COMM_WORLD.Barrier if mpi else dist.barrier
+            times: dict[str, list[Times]] = {name: [] for name in steps}
+            shuffle = random.Random(0).sample  # alike on all ranks
+            for i in range(rounds + 2):
+                for name, step in shuffle([*steps.items()], len(steps)):
+                    barrier = barrier_of_ours if name.startswith(OURS) else dist.barrier
+                    barrier()
+                    turn = Times(timed(step, barrier), timed(step, barrier))
+                    if i >= 2:
+                        times[name].append(turn)
+            return {name: Times(*map(statistics.median, zip(*of, strict=True))) for name, of in times.items()}
+
+        return self.on_ranks(turns)[0]
+
+    def peaks(self, make: Callable[[int], Steps], name: str, warm: str = "") -> list[float]:
+        """Return each rank's peak memory in a step above what the process had before it, in bytes.
+
+        The kernel's count of pages in memory, so everything counts: gradients, scratch, and what gloo allocates. Before
+        it the step `warm`, such as a smaller one, allocates what is kept; "": the step itself, a first time.
+        """
+
+        def peak(rank: int) -> float:
+            # M_MMAP_THRESHOLD of glibc: freed tensors do not stay in the process.
+            ctypes.CDLL(None).mallopt(-3, 1 << 16)
+            torch.set_num_threads(1)
+            steps = make(rank)
+            steps[warm or name]()
+            gc.collect()
+            dist.barrier()
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            before = memory_of_process("VmRSS")
+            steps[name]()
+            return memory_of_process("VmHWM") - before
+
+        return self.on_ranks(peak)
 
 
 def gloo_beside_mpi() -> None:
-    """Make MPI.COMM_WORLD the library's default group, and set up gloo on the same processes, of one host."""
+    """Set up gloo on the processes of an MPI job, of one host."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    diffcoll.set_default_group(world)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = world.bcast(tempfile.mkdtemp(prefix="diffcoll-") if world.Get_rank() == 0 else None)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=world.Get_rank(), world_size=world.Get_size())
 
 
-def taken(steps: Steps, rounds: int, mpi: bool = False) -> dict[str, Times]:
-    """Return the median milliseconds of each step of this rank, with the barrier that it ends with."""
-    warnings.simplefilter("ignore")  # deprecations of what is compared
-    times: dict[str, list[Times]] = {name: [] for name in steps}
-    shuffle = random.Random(0).sample  # alike on all ranks
-    for i in range(rounds + 2):
-        for name, step in shuffle([*steps.items()], len(steps)):
-            barrier = _barrier(mpi and name.startswith(OURS) and ON_GLOO not in name)
-            barrier()
-            turn = Times(_timed(step, barrier), _timed(step, barrier))
-            if i >= 2:
-                times[name].append(turn)
-    return {name: Times(*map(statistics.median, zip(*values, strict=True))) for name, values in times.items()}
-
-
-def _barrier(mpi: bool) -> Callable[[], object]:
-    if not mpi:
-        return dist.barrier
-    from mpi4py import MPI
-
-    barrier: Callable[[], object] = MPI.COMM_WORLD.Barrier
-    return barrier
-
-
-def _timed(step: Step, barrier: Callable[[], object]) -> float:
+def timed(step: Step, barrier: Step) -> float:
+    """Return the milliseconds of a step and the barrier after it."""
     start = time.perf_counter()
     step()
     barrier()
     return 1e3 * (time.perf_counter() - start)
 
 
-def peak(make: Callable[[int], Steps], name: str, rank: int, warm: Callable[[int], Steps] | None = None) -> float:
-    """Return the peak memory of a variant's step above what the process had before it, in bytes.
-
-    The kernel's count of pages in memory, so everything counts: gradients, scratch, and what gloo allocates. Before it
-    the variant's step of `warm`, such as a smaller one, allocates what is kept; None: its own step, a first time.
-    """
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD of glibc: freed tensors do not stay in the process
-    torch.set_num_threads(1)
-    step = make(rank)[name]
-    (step if warm is None else warm(rank)[name])()
-    gc.collect()
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = memory_of_process("VmRSS")
-    step()
-    return memory_of_process("VmHWM") - before
-
-
 def memory_of_process(key: str) -> float:
     """Return one of this process's memory counts, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(key))
-
-
-def started(step: Step) -> int:
-    """Return how many collectives and messages between two ranks a step starts on gloo, by PyTorch's profiler.
-
-    Those of the library and of DistributedDataParallel alike; a message counts once, with its sender.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        step()
-        dist.barrier()  # DistributedDataParallel's events end in other threads
-    names: list[Any] = [e.name for e in profile.events() if e.name.startswith("gloo:") and e.input_shapes]
-    return sum(name not in ("gloo:recv", "gloo:barrier") for name in names)

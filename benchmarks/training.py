@@ -10,16 +10,14 @@ import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
-from statistics import geometric_mean
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll
-from benchmarks.measuring import ON_GLOO, OURS, Bench, Step, Steps, peak
+from benchmarks.measuring import OURS, Step, Steps
 
 #: The call of a model, and its backward with the reduction of the gradients.
 System = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], object]]
@@ -50,29 +48,6 @@ def _transformer() -> nn.Module:
         return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
-#: The models, and the shape of a rank's batch.
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "many small": (partial(_Many, 120, 64), (32, 64)),
-    "2,000 small": (partial(_Many, 1000, 16), (32, 16)),
-    "few large": (_few, (64, 1024)),
-    "transformer": (_transformer, (8, 32, 256)),
-}
-
-LOCAL, FLOOR = "local", "a hook that counts"
-OURS_ON_GLOO = OURS + ON_GLOO
-SYSTEMS: dict[str, Callable[[nn.Module], System]] = {
-    LOCAL: lambda model: (model, Tensor.backward),
-    "DDP": lambda model: (DistributedDataParallel(model), Tensor.backward),
-    "DDP, bucket views, static": lambda model: (
-        DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True),
-        Tensor.backward,
-    ),
-    FLOOR: lambda model: _counting(model),
-    OURS: lambda model: (model, diffcoll.GradientAverager(model).backward),
-    OURS_ON_GLOO: lambda model: (model, diffcoll.GradientAverager(model, group=dist.group.WORLD).backward),
-}
-
-
 def _counting(model: nn.Module) -> System:
     parameters, n, count = [*model.parameters()], dist.get_world_size(), itertools.count(1)
 
@@ -90,12 +65,22 @@ def _counting(model: nn.Module) -> System:
     return model, Tensor.backward
 
 
-def _step(make: Callable[[], nn.Module], shape: tuple[int, ...], system: str, rank: int) -> Step:
-    torch.manual_seed(0)
-    model = make()
-    call, backward = SYSTEMS[system](model)
+def _static_graph(model: nn.Module) -> System:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True), Tensor.backward
+
+
+SYSTEMS: dict[str, Callable[[nn.Module], System]] = {
+    "DDP": lambda model: (DistributedDataParallel(model), Tensor.backward),
+    "DDP, bucket views, static": _static_graph,
+    "without communication": lambda model: (model, Tensor.backward),
+    "a hook that counts": _counting,
+    OURS: lambda model: (model, diffcoll.GradientAverager(model).backward),
+}
+
+
+def _step(model: nn.Module, system: Callable[[nn.Module], System], x: Tensor) -> Step:
+    call, backward = system(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -105,34 +90,15 @@ def _step(make: Callable[[], nn.Module], shape: tuple[int, ...], system: str, ra
     return step
 
 
-def _steps(model: str, systems: list[str], rank: int) -> Steps:
-    return {system: _step(*MODELS[model], system, rank) for system in systems}
+def steps(make: Callable[[], nn.Module], shape: tuple[int, ...], rank: int) -> Steps:
+    """Return a training step of a model on this rank's batch of a shape, with each system."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+    return {name: _step(make(), system, x) for name, system in SYSTEMS.items()}
 
 
-def _peak(model: str, system: str, rank: int) -> float:
-    return peak(partial(_steps, model, [system]), system, rank)
-
-
-def table(bench: Bench) -> Table:
-    """A row for each model and system, and the geometric means of the ratios to the faster DDP."""
-    systems = [s for s in SYSTEMS if s != OURS_ON_GLOO or bench.engine == "mpi"]
-    grid = Table(
-        *("model", "system", "ms", "ratio to the faster DDP", "exposed communication, ms", "peak memory of a step, MB"),
-        title=f"one training step, float32: {bench.title}",
-    )
-    ratios: dict[str, list[float]] = {OURS: [], OURS_ON_GLOO: []}
-    for model in MODELS:
-        times = bench.times(partial(_steps, model, systems), bench.rounds)
-        found = {name: taken.warm for name, taken in times.items()}
-        better = min(value for name, value in found.items() if name.startswith("DDP"))
-        for name, value in found.items():
-            if name in ratios:
-                ratios[name].append(value / better)
-            exposed = "" if name == LOCAL else f"{value - found[LOCAL]:.1f}"
-            memory = max(bench.on_ranks(partial(_peak, model, name))) / 2**20
-            grid.add_row(model, name, f"{value:.1f}", f"{value / better:.2f}×", exposed, f"{memory:.0f}")
-        grid.add_section()
-    for name, values in ratios.items():
-        if values:
-            grid.add_row("geometric mean", name, "", f"{geometric_mean(values):.2f}×", "", "")
-    return grid
+MODELS: dict[str, Callable[[int], Steps]] = {
+    "240 small parameters": partial(steps, partial(_Many, 120, 64), (32, 64)),
+    "2,000 small parameters": partial(steps, partial(_Many, 1000, 16), (32, 16)),
+    "few large parameters": partial(steps, _few, (64, 1024)),
+    "a transformer": partial(steps, _transformer, (8, 32, 256)),
+}

@@ -2,13 +2,11 @@
 
 Batch norm and the cross-correlation are those of the batch of all ranks.
 
-    python examples/barlow_twins.py [--steps 100]    three processes with unequal parts of each batch, and one process
-    torchrun --nproc-per-node 3 examples/barlow_twins.py
-    mpiexec -n 3 python examples/barlow_twins.py
+    python examples/barlow_twins.py [--steps 100]    three processes, and one; with torchrun or mpiexec: see on_ranks.py
 """
 
 from digit_images import chosen, digits, mlp, nearest_neighbours, view
-from on_ranks import Task, main
+from on_ranks import main
 from torch import nn
 
 import diffcoll as dc
@@ -32,4 +30,4 @@ def batch(generator):
 
 
 if __name__ == "__main__":
-    main(Task(BarlowTwins, batch, BarlowTwins.forward, lambda model: nearest_neighbours(model.encoder(digits()[0]))))
+    main(BarlowTwins, batch, lambda model: nearest_neighbours(model.encoder(digits()[0])))

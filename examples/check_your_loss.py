@@ -28,18 +28,6 @@ class GatherLayer(torch.autograd.Function):
         return g.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def copied_gather(x):
-    return GatherLayer.apply(x)
-
-
-class Scale(nn.Module):
-    """The parameter of the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.logit_scale = nn.Parameter(torch.tensor(2.0, dtype=torch.double))
-
-
 def clip_loss(gather):
     """Return the loss of this rank's images and texts against those of all ranks."""
 
@@ -59,15 +47,14 @@ def batch(rows):
 
 def check(gather):
     torch.manual_seed(0)
-    distributed, single = clip_loss(gather), clip_loss(lambda x: x)
-    return assert_matches_single_process(
-        distributed, single, batch, module=Scale(), ranks=(4, 4), rank_reduction="mean", on=["simulated"]
-    )
+    scale = nn.ParameterDict({"logit_scale": torch.tensor(2.0, dtype=torch.double)})
+    options = {"module": scale, "ranks": (4, 4), "rank_reduction": "mean", "on": ["simulated"]}
+    return assert_matches_single_process(clip_loss(gather), clip_loss(lambda x: x), batch, **options)
 
 
 def main():
     try:
-        check(copied_gather)
+        check(GatherLayer.apply)
     except GradientMismatchError as error:
         print(error)
     print()

@@ -2,14 +2,12 @@
 
 The scale is a parameter of the loss, which is a part of the model, so its gradient is averaged with the others.
 
-    python examples/clip.py [--steps 100]    three processes with unequal parts of each batch, and one process
-    torchrun --nproc-per-node 3 examples/clip.py
-    mpiexec -n 3 python examples/clip.py
+    python examples/clip.py [--steps 100]    three processes, and one; with torchrun or mpiexec: see on_ranks.py
 """
 
 import torch
 from digit_images import chosen, digits, mlp, nearest_neighbours, view
-from on_ranks import Task, main
+from on_ranks import main
 from torch import nn
 
 import diffcoll as dc
@@ -36,4 +34,4 @@ def batch(generator):
 
 
 if __name__ == "__main__":
-    main(Task(CLIP, batch, CLIP.forward, lambda model: nearest_neighbours(model.features(digits()[0]))))
+    main(CLIP, batch, lambda model: nearest_neighbours(model.features(digits()[0])))

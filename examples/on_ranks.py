@@ -1,12 +1,15 @@
 """Trains on this rank's part of each batch, and compares processes with unequal parts with one process.
 
-What simclr.py, clip.py, supcon.py, barlow_twins.py, retrieval.py and segmentation.py share.
+What simclr.py, clip.py, supcon.py, barlow_twins.py, retrieval.py and segmentation.py share. Each of them runs so:
+
+    python examples/simclr.py [--steps 100]          three processes, which it starts
+    torchrun --nproc-per-node 3 examples/simclr.py
+    mpiexec -n 3 python examples/simclr.py
 """
 
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,40 +21,24 @@ from diffcoll.testing import spawn
 BATCH = 192
 
 
-@dataclass
-class Task:
-    """What is trained."""
-
-    #: Makes the model, in float64; it holds the loss, if that has parameters.
-    model: Callable[[], nn.Module]
-    #: Draws a whole batch of `BATCH` rows, the same on every rank.
-    batch: Callable[[torch.Generator], Sequence[Tensor]]
-    #: The loss of the whole batch, from this rank's rows.
-    loss: Callable[..., Tensor]
-    #: Measures the model, in percent.
-    score: Callable[[nn.Module], float]
-    steps: int = 100
-
-
-def train(task: Task) -> tuple[list[float], float]:
+def train(make_model, batch, score, steps: int) -> tuple[list[float], float]:
     """Return the loss of the whole batch at each step, and the score; part r is r + 1 times as large as part 0."""
     rank, n = dc.get_rank(), dc.get_world_size()
     ends = [BATCH * r * (r + 1) // (n * (n + 1)) for r in range(n + 1)]
     torch.manual_seed(0)
-    model = task.model().double()
+    model = make_model().double()
     averager = dc.GradientAverager(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     generator, losses = torch.Generator().manual_seed(1), []
-    for _ in range(task.steps):
-        mine = (x[ends[rank] : ends[rank + 1]] for x in task.batch(generator))
-        loss = task.loss(model, *mine)
+    for _ in range(steps):
+        loss = model(*(x[ends[rank] : ends[rank + 1]] for x in batch(generator)))
         optimizer.zero_grad()
         averager.backward(loss)
         optimizer.step()
         losses.append(loss.item())  # the loss of the whole batch on every rank
     averager.close()
     with torch.no_grad():
-        return losses, task.score(model.eval())
+        return losses, score(model.eval())
 
 
 def connect():
@@ -65,24 +52,36 @@ def connect():
     return "MPI", MPI.COMM_SELF
 
 
-def main(task: Task) -> None:
+def main(
+    make_model: Callable[[], nn.Module],
+    batch: Callable[[torch.Generator], Sequence[Tensor]],
+    score: Callable[[nn.Module], float],
+    steps: int = 100,
+) -> None:
+    """Train on ranks and on one process; the losses must be equal.
+
+    Args:
+        make_model: makes the model, whose forward returns the loss of the whole batch from this rank's rows.
+        batch: draws a whole batch of `BATCH` rows, the same on every rank.
+        score: measures the model, in percent.
+        steps: of training, unless the command line says otherwise.
+    """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=task.steps)
-    task.steps = parser.parse_args().steps
+    parser.add_argument("--steps", type=int, default=steps)
+    training = make_model, batch, score, parser.parse_args().steps
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"} & os.environ.keys():
         engine, alone = connect()
-        n, (losses, score) = dc.get_world_size(), train(task)
+        n, (losses, percent) = dc.get_world_size(), train(*training)
         with dc.set_default_group(alone):
-            single, expected = train(task)
+            single, expected = train(*training)
     else:
         engine, n = "gloo", 3
-        losses, score = spawn(lambda rank: train(task), range(n), timeout=300)[0]
-        single, expected = train(task)
+        losses, percent = spawn(lambda rank: train(*training), range(n), timeout=300)[0]
+        single, expected = train(*training)
     off = max(abs(a - b) for a, b in zip(losses, single, strict=True))
     if dc.get_rank() == 0:
-        print(
-            f"{n} ranks on {engine}: score {score:.1f} %, on one process {expected:.1f} %; losses differ by {off:.0e}"
-        )
+        scores = f"score {percent:.1f} %, on one process {expected:.1f} %"
+        print(f"{n} ranks on {engine}: {scores}; losses differ by {off:.0e}")
     assert off < 1e-8
     if dist.is_initialized():
         dist.destroy_process_group()

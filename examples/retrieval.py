@@ -3,13 +3,11 @@
 Sentences are made up: a query has words of one topic, its two passages too, and its hard negative has half of its words
 from that topic and half from the next one.
 
-    python examples/retrieval.py [--steps 200]    three processes with unequal parts of each batch, and one process
-    torchrun --nproc-per-node 3 examples/retrieval.py
-    mpiexec -n 3 python examples/retrieval.py
+    python examples/retrieval.py [--steps 200]    three processes, and one; with torchrun or mpiexec: see on_ranks.py
 """
 
 import torch
-from on_ranks import BATCH, Task, main
+from on_ranks import BATCH, main
 from torch import nn
 
 import diffcoll as dc
@@ -53,4 +51,4 @@ def recall(model):
 
 
 if __name__ == "__main__":
-    main(Task(Embedder, batch, Embedder.forward, recall, steps=200))
+    main(Embedder, batch, recall, steps=200)

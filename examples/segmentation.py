@@ -1,13 +1,11 @@
 """Segmentation with Dice: where the ink of noisy handwritten digits is; one ratio for the batch of all ranks.
 
-python examples/segmentation.py [--steps 100]    three processes with unequal parts of each batch, and one process
-torchrun --nproc-per-node 3 examples/segmentation.py
-mpiexec -n 3 python examples/segmentation.py
+python examples/segmentation.py [--steps 100]    three processes, and one; with torchrun or mpiexec: see on_ranks.py
 """
 
 import torch
 from digit_images import TESTED, chosen, digits
-from on_ranks import Task, main
+from on_ranks import main
 from torch import nn
 
 import diffcoll as dc
@@ -43,4 +41,4 @@ def overlap(model):
 
 
 if __name__ == "__main__":
-    main(Task(Segmentation, batch, Segmentation.forward, overlap))
+    main(Segmentation, batch, overlap)

@@ -1,12 +1,10 @@
 """SimCLR on handwritten digits: two views of each image, NT-Xent of the batch of all ranks.
 
-python examples/simclr.py [--steps 100]    three processes with unequal parts of each batch, and one process
-torchrun --nproc-per-node 3 examples/simclr.py
-mpiexec -n 3 python examples/simclr.py
+python examples/simclr.py [--steps 100]    three processes, and one; with torchrun or mpiexec: see on_ranks.py
 """
 
 from digit_images import chosen, digits, mlp, nearest_neighbours, view
-from on_ranks import Task, main
+from on_ranks import main
 from torch import nn
 
 import diffcoll as dc
@@ -30,4 +28,4 @@ def batch(generator):
 
 
 if __name__ == "__main__":
-    main(Task(SimCLR, batch, SimCLR.forward, lambda model: nearest_neighbours(model.encoder(digits()[0]))))
+    main(SimCLR, batch, lambda model: nearest_neighbours(model.encoder(digits()[0])))

@@ -1,13 +1,11 @@
 """Supervised contrastive learning on handwritten digits: all images of a class on all ranks are positives.
 
-python examples/supcon.py [--steps 100]    three processes with unequal parts of each batch, and one process
-torchrun --nproc-per-node 3 examples/supcon.py
-mpiexec -n 3 python examples/supcon.py
+python examples/supcon.py [--steps 100]    three processes, and one; with torchrun or mpiexec: see on_ranks.py
 """
 
 import torch
 from digit_images import chosen, digits, mlp, nearest_neighbours, view
-from on_ranks import Task, main
+from on_ranks import main
 from torch import nn
 
 import diffcoll as dc
@@ -32,4 +30,4 @@ def batch(generator):
 
 
 if __name__ == "__main__":
-    main(Task(SupCon, batch, SupCon.forward, lambda model: nearest_neighbours(model.encoder(digits()[0]))))
+    main(SupCon, batch, lambda model: nearest_neighbours(model.encoder(digits()[0])))

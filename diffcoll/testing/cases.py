@@ -91,7 +91,7 @@ class Case:
         x = numbers(self.shapes[rank], self.dtype, seed, 0 if self.shared[0] else rank, stream=0)
         if self.few:
             x = torch.view_as_complex(torch.view_as_real(x).round()) if x.is_complex() else x.round()
-        # Freeing a copy of a large x would change where malloc puts the following tensors, see `bench.peak_memory`.
+        # Not copied: freeing a large x would change where malloc puts the tensors that `benchmarks` measures.
         return x if self.layout == "contiguous" else with_layout(x, self.layout)
 
     def w(self, y: Tensor, rank: int, seed: int) -> Tensor:

@@ -17,11 +17,6 @@ from gpu.runner import run
 WIDTH = 120
 
 
-def line(row, ranks, seconds, result):
-    """Return one line of the table."""
-    return f"{row:<25} {ranks:>5} {seconds:>4}  {result}"
-
-
 class Report:
     """Prints the table while rows end, and writes the JSON file after each.
 
@@ -33,25 +28,27 @@ class Report:
 
     def __init__(self, file, machine, keep):
         self._file, self._facts, self.results = Path(file), machine.facts, {}
-        print(machine.line())
-        print(line("row", "ranks", "s", "result"), flush=True)
+        print(", ".join(f"{name} {value}" for name, value in machine.facts.items()))
+        self._print("row", "ranks", "s", "result")
         if keep and self._file.exists():
             before = json.loads(self._file.read_text(encoding="utf-8"))
             for result in before["rows"] if before["machine"] == self._facts else ():
                 self.add(result)
 
+    def _print(self, row, ranks, seconds, result):
+        print(f"{row:<25} {ranks:>5} {seconds:>4}  {result}", flush=True)
+
     def add(self, result):
         """Print and write the result of a row."""
         self.results[f"{result['row']}-{result['ranks']}"] = result
         word = "WRONG" if result["wrong"] else "right"
-        print(line(result["row"], result["ranks"], f"{result['seconds']:.0f}", f"{word}, {result['checks']} checks"))
+        self._print(result["row"], result["ranks"], f"{result['seconds']:.0f}", f"{word}, {result['checks']} checks")
         texts = [("wrong", *found) for found in result["wrong"]]
         if self._facts["device"] != "CPU":
             texts += [("", *found) for found in result["figures"]]
         for words in texts:
             text = ": ".join(word for word in words if word)
-            print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="      "))
-        sys.stdout.flush()
+            print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="      "), flush=True)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         new = self._file.with_name(f".{self._file.name}.new")
         content = {"machine": self._facts, "rows": [*self.results.values()]}

@@ -10,11 +10,11 @@ from pathlib import Path
 #: The first release of NCCL in which several ranks may share a GPU.
 SHARES_A_GPU = (2, 30)
 HOW = "several NCCL ranks on one GPU need NCCL 2.30: make test-gpu NCCL=nccl.so.xz, a file of tests/gpu/thin_nccl.py"
-#: Run in a process of its own, so that it sees the NCCL that ranks will see, and this one does not hold the GPU.
+#: Run in a process of its own, so that it sees the NCCL of several ranks, and this one does not hold the GPU.
 ASK = """
 import ctypes, json, os, sys, torch
-found = {"torch": torch.__version__, "Python": sys.version.split()[0], "cores": os.cpu_count()}
-if torch.cuda.is_available():
+found = {"device": "CPU", "torch": torch.__version__, "Python": sys.version.split()[0], "cores": os.cpu_count()}
+if torch.cuda.is_available() and sys.argv[1] == "cuda":
     found["device"] = torch.cuda.get_device_name()
     nccl = torch.cuda.nccl.version()[:3]  # with which PyTorch was built
     try:
@@ -23,7 +23,7 @@ if torch.cuda.is_available():
         nccl = number.value // 10000, number.value // 100 % 100, number.value % 100
     except OSError:  # it is linked into PyTorch
         pass
-    found["NCCL"] = ".".join(map(str, nccl))
+    found["NCCL of several ranks"] = ".".join(map(str, nccl))
 print(json.dumps(found))
 """
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1"
@@ -49,14 +49,16 @@ class Machine:
             library = Path(folder, "libnccl.so.2")
             library.write_bytes(lzma.decompress(Path(packed).read_bytes()))
             self._of_several["LD_PRELOAD"] = str(library)
-        self.facts = self._ask(1)
-        if dry:
-            self.facts["device"] = "CPU"
-        elif "device" not in self.facts:
-            raise SystemExit("no CUDA device; DRY=1 make test-gpu runs the rows on the CPU")
-        else:
+        command = [sys.executable, "-c", ASK, self.device]
+        done = subprocess.run(command, env=self.environment(2), capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"PyTorch does not start here:\n{done.stderr}")
+        self.facts = json.loads(done.stdout.splitlines()[-1])
+        if not dry:
+            if self.facts["device"] == "CPU":
+                raise SystemExit("no CUDA device; DRY=1 make test-gpu runs the rows on the CPU")
             driver = subprocess.run(DRIVER, shell=True, capture_output=True, text=True, check=False)
-            self.facts |= {"driver": driver.stdout.strip(), "NCCL of several ranks": self._ask(2)["NCCL"]}
+            self.facts["driver"] = driver.stdout.strip()
 
     def environment(self, ranks):
         """Return the environment of the processes of a row."""
@@ -68,15 +70,3 @@ class Machine:
             return "" if row.dry else "on a GPU only"
         shares = tuple(map(int, self.facts["NCCL of several ranks"].split("."))) >= SHARES_A_GPU
         return "" if row.ranks == 1 or row.backend == "gloo" or shares else HOW
-
-    def line(self):
-        """Return the first line of the table."""
-        facts = [f"{name} {value}" for name, value in self.facts.items() if name != "device"]
-        return ", ".join([self.facts["device"], *facts])
-
-    def _ask(self, ranks):
-        command = [sys.executable, "-c", ASK]
-        done = subprocess.run(command, env=self.environment(ranks), capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise SystemExit(f"PyTorch does not start here:\n{done.stderr}")
-        return json.loads(done.stdout.splitlines()[-1])

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from benchmarks import losses
-from benchmarks.measuring import Bench, peak
+from benchmarks.measuring import Bench
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 MEGA = 1 << 20
@@ -14,7 +14,7 @@ MEGA = 1 << 20
 
 def peaks(make, *names):
     """Return the peak of each variant in MB, in processes of its own."""
-    return [max(Bench("torch", 2, 1).on_ranks(partial(peak, make, name))) / MEGA for name in names]
+    return [max(Bench("torch", 2, 1).peaks(make, name)) / MEGA for name in names]
 
 
 def test_the_peak_of_a_step():
