@@ -35,6 +35,7 @@ but BarlowTwinsLoss, which is wrong then, too:
       vocab_parallel_cross_entropy(label_smoothing=0.3) value and logits: other numbers than on one process
       sequence_parallel                                 down.bias, norm.weight and norm.bias: right after a sum over …
     transformers 5.24.0, six models by their own plans  nothing
+    torchtitan 0.3.0, Llama 3                           nothing
 """
 
 import importlib
@@ -373,10 +374,70 @@ def transformers() -> Iterator[Row]:
         yield Row(f"{name}ForCausalLM", loss, loss, ids, more={"module": model, "shard": shard})
 
 
+def torchtitan() -> Iterator[Row]:
+    of, common = (importlib.import_module(f"torchtitan.models.{name}") for name in ("llama3", "common"))
+    attention = importlib.import_module("torchtitan.models.common.attention").ScaledDotProductAttention
+
+    def on_cpu() -> None:  # in every process of gloo
+        kinds = importlib.import_module("torchtitan.models.common.attention")
+        kinds.ScaledDotProductAttention.sdpa_backends = [importlib.import_module("torch.nn.attention").SDPBackend.MATH]
+        importlib.import_module("torchtitan.distributed.parallel_dims").device_type = "cpu"
+
+    on_cpu()
+    make = importlib.import_module("torchtitan.models.common.config_utils")
+    block = importlib.import_module("torchtitan.models.llama3.model").Llama3TransformerBlock
+    set_sharding = importlib.import_module("torchtitan.models.llama3.sharding").set_llama3_sharding_config
+    distributed, settings = (importlib.import_module(f"torchtitan.{name}") for name in ("distributed", "config"))
+    init = {"weight": nn.init.normal_}
+
+    def llama(sequence_parallel: bool) -> nn.Module:
+        def norm() -> Any:
+            return common.RMSNorm.Config(normalized_shape=16, param_init={"weight": nn.init.ones_})
+
+        qkv = {"dim": 16, "n_heads": 4, "n_kv_heads": 2, "wqkv_param_init": init, "wo_param_init": init}
+        rope = common.ComplexRoPE.Config(dim=4, max_seq_len=16, theta=10000, scaling="none")
+        layer = block.Config(
+            attention_norm=norm(),
+            ffn_norm=norm(),
+            attention=make.make_gqa_config(**qkv, inner_attention=attention.Config(), rope=rope),
+            feed_forward=make.make_ffn_config(dim=16, hidden_dim=32, w1_param_init=init, w2w3_param_init=init),
+        )
+        config = of.Llama3Model.Config(
+            dim=16,
+            vocab_size=32,
+            tok_embeddings=common.Embedding.Config(num_embeddings=32, embedding_dim=16, param_init=init),
+            norm=norm(),
+            lm_head=common.Linear.Config(in_features=16, out_features=32, param_init=init),
+            layers=[layer],
+        )
+        set_sharding(config, enable_sp=sequence_parallel)
+        torch.manual_seed(0)
+        model = config.build()
+        model.init_states()
+        return model
+
+    def shard(sequence_parallel: bool, whole: Any, mesh: Any) -> nn.Module:
+        on_cpu()
+        tp = {"tensor_parallel_degree": mesh.size(), "enable_sequence_parallel": sequence_parallel}
+        parallelism = settings.ParallelismConfig(**tp, spmd_backend="partial_dtensor")
+        dims = distributed.ParallelDims.from_config(parallelism, mesh.size())
+        dims.build_mesh()
+        whole.parallelize(dims)
+        return whole
+
+    def logits(module: Any, ids: Tensor) -> Tensor:
+        return module(ids)
+
+    ids = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
+    for parallel in (False, True):
+        more = {"module": llama(parallel), "shard": partial(shard, parallel)}
+        yield Row(f"Llama3(enable_sequence_parallel={parallel})", logits, logits, ids, more=more)
+
+
 PACKAGES = (
     *(torch_distributed_nn, torch_distributed_functional_collectives, lightning),
     *(open_clip_torch, lightly, pytorch_metric_learning, sentence_transformers),
-    *(megatron_core, transformers),
+    *(megatron_core, transformers, torchtitan),
 )
 
 
