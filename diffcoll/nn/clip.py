@@ -11,14 +11,13 @@ note  notes/training/contrastive.md
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from diffcoll.collectives.reduce_scatter import reduce_scatter
 from diffcoll.core.arguments import Sizes
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import Number, check_exclude, check_rows, scalar
-from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, joined, logsumexp, softplus, widened
+from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, logsumexp, softplus, widened
 
 
 def clip_loss(
@@ -79,13 +78,13 @@ def clip_loss(
 
     def block(q: Tensor, *marks: Tensor | None) -> tuple[Tensor, Tensor]:
         s = logits.of_negatives(q, Marks(*marks))
-        return logsumexp(s, 1, logits.in_place), logsumexp(s, 0, logits.in_place)
+        return logsumexp(s, 1, logits.in_place), logsumexp(s, 0, logits.in_place).unsqueeze(0)
 
-    of_rows, of_columns = in_chunks(block, chunk_size, logits.q, *logits.rows)
-    of_column = of_columns[0] if len(of_columns) == 1 else torch.stack([*of_columns]).logsumexp(0)
+    of_row, of_columns = in_chunks(block, chunk_size, logits.q, *logits.rows)  # of_columns: a row of each chunk
+    of_column = of_columns[0] if len(of_columns) == 1 else of_columns.logsumexp(0)
     if len(batch.sizes) > 1:
         of_column = reduce_scatter(of_column, "logsumexp", sizes=batch.sizes, group=group)
-    return batch.mean(softplus(joined(of_rows) - pos) + softplus(of_column - pos), 2)
+    return batch.mean(softplus(of_row - pos) + softplus(of_column - pos), 2)
 
 
 def siglip_loss(
@@ -128,7 +127,7 @@ def siglip_loss(
     def block(q: Tensor, *marks: Tensor | None) -> tuple[Tensor]:
         return (softplus(logits.of_negatives(q, Marks(*marks))).sum(1),)
 
-    (of_negatives,) = map(joined, in_chunks(block, chunk_size, logits.q, *logits.rows))
+    (of_negatives,) = in_chunks(block, chunk_size, logits.q, *logits.rows)
     return batch.mean(of_negatives + softplus(-pos))
 
 

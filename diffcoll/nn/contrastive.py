@@ -197,19 +197,19 @@ class Logits:
 
     def __call__(self, q: Tensor) -> Tensor:
         """Return a new matrix, (rows, columns), that may be overwritten."""
-        if self.half is None:
-            s = q @ self.columns.t()
-        elif is_eager(q, self.columns):
-            s = _Product.apply(q, self.columns, self.half) * self.scale  # type: ignore[no-untyped-call]
-        else:
-            s = q @ self.columns.t() * self.scale
-        return s if self.bias is None else s + self.bias
+        if self.half is not None and is_eager(q, self.columns):
+            return self._scaled(_Product.apply(q, self.columns, self.half))  # type: ignore[no-untyped-call]
+        return self._scaled(q @ self.columns.t())
 
     def of_pairs(self, keys: Tensor) -> Tensor:
         """Return the logit of each row with its own key. One that overflows is NaN, for a GradScaler to see it."""
-        s = (self.q * keys).sum(1) if self.half is None else (self.q * keys).sum(1) * self.scale
-        s = s if self.bias is None else s + self.bias
+        s = self._scaled((self.q * keys).sum(1))
         return s + 0 * s
+
+    def _scaled(self, products: Tensor) -> Tensor:
+        """Return logits from products with rows of q, which tensor cores leave unscaled."""
+        s = products if self.half is None else products * self.scale
+        return s if self.bias is None else s + self.bias
 
     def of_negatives(self, q: Tensor, rows: Marks) -> Tensor:
         """Return logits, `least` for what is no negative; its gradient is 0 without a rule, since its softmax is."""
@@ -256,22 +256,19 @@ def softplus(x: Tensor) -> Tensor:
 
 def in_chunks(
     block: Callable[..., tuple[Tensor, ...]], chunk_size: int | None, x: Tensor, *of_rows: Tensor | None
-) -> list[tuple[Tensor, ...]]:
-    """Return the parts of each result of block(x, *of_rows): one of all rows, or one of each chunk of rows.
+) -> Sequence[Tensor]:
+    """Return block(x, *of_rows) of all rows, or what it returns for each chunk of rows, joined along dim 0.
 
     The logits of a chunk are computed again in backward. Autocast does not cast the products to half precision.
     """
     with without_autocast(x):
         if chunk_size is None or is_within_transform() or carries_tangents():  # torch.func refuses checkpoints
-            return [(whole,) for whole in block(x, *of_rows)]
-        found = []
+            return block(x, *of_rows)
+        found: list[tuple[Tensor, ...]] = []
         for i in range(max(-(-x.shape[0] // chunk_size), 1)):  # a graph is of this number, not of the number of rows
             part = slice(i * chunk_size, (i + 1) * chunk_size)
             more = (None if each is None else each[part] for each in of_rows)
             found.append(checkpoint(block, x[part], *more, use_reentrant=False, preserve_rng_state=False))
-        return [*zip(*found, strict=True)]
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all chunks. One chunk stays: torch.cat of empty rows has a gradient without a graph."""
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+        if len(found) == 1:  # torch.cat of empty rows has a gradient without a graph
+            return found[0]
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]

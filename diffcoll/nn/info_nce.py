@@ -20,7 +20,7 @@ from diffcoll.core.arguments import Sizes
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import Number, check_exclude, check_rows, scalar, without_autocast
-from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, joined, least, logsumexp, softplus, widened
+from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, least, logsumexp, softplus, widened
 
 #: Labels below this one are those of rows without a label, each another one.
 _NO_LABEL = -(1 << 62)
@@ -219,8 +219,8 @@ def _terms(logits: Logits, pos: Tensor | None, more: Tensor | None, decoupled: b
         among = sum_exp(s.masked_fill(~positive, least(s)))
         return neg, among, s.masked_fill(~positive, 0).sum(1), positive.sum(1)
 
-    parts = in_chunks(several if pos is None else one, logits.chunk_size, logits.q, *logits.rows)
-    neg, *of_positives = map(joined, parts)
+    block = several if pos is None else one
+    neg, *of_positives = in_chunks(block, logits.chunk_size, logits.q, *logits.rows)
     if more is not None:
         neg = torch.stack([neg, sum_exp(more)]).logsumexp(0)
     if pos is not None:

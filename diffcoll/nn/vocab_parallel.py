@@ -30,7 +30,6 @@ from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import check_chunk_size, in_full_precision, without_autocast
 from diffcoll.nn.contrastive import (
     in_chunks,
-    joined,
     least,
     logsumexp,
     may_overwrite,
@@ -156,7 +155,7 @@ def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int
         kept = torch.where(here, least(s), s.gather(1, at))  # `least` at the target, no negative
         return (logsumexp(overwritten(s, at, kept, in_place), 1, in_place),)
 
-    (neg,) = map(joined, in_chunks(block, chunk_size, q, at.unsqueeze(1), here.unsqueeze(1)))
+    (neg,) = in_chunks(block, chunk_size, q, at.unsqueeze(1), here.unsqueeze(1))
     logit = (q * w[at]).sum(1) + (0 if added is None else added[at])
     return [neg, torch.where(here, logit + 0 * logit, 0.0)]
 
