@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import expect
+from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.tracing import assume
 
+#: A number, or a tensor with one element.
+Number = Tensor | float
 _SHAPES = {2: "(b, D)", 3: "(b, n, D)"}
 
 
@@ -58,19 +61,18 @@ def check_exclude(name: str, exclude: Tensor | None, rows: int, columns: int) ->
     return exclude
 
 
-def check_chunk_size(name: str, chunk_size: int | None) -> None:
-    """Raise unless `chunk_size` is None or a positive integer."""
-    if chunk_size is not None:
-        expect.integer(name, "chunk_size", chunk_size, least=1)
+def check_chunk_size(name: str, chunk_size: int | None) -> int | None:
+    """Return it; raise unless it is None or a positive integer."""
+    return None if chunk_size is None else expect.integer(name, "chunk_size", chunk_size, least=1)
 
 
-def scalar(name: str, argument: str, x: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """Return a number, or a tensor with one element as a 0-d tensor of this dtype."""
+def scalar(name: str, argument: str, x: Number, like: Tensor) -> Number:
+    """Return a number, or a tensor with one element as a 0-d tensor of the dtype that logits of `like` have."""
     expected = "a number, or a floating-point tensor with one element"
     if isinstance(x, Tensor):
         if x.numel() != 1 or not x.is_floating_point():
             raise ValueError(message(name, argument, f"a {x.dtype} tensor of shape {tuple(x.shape)}", expected))
-        return x.reshape(()).to(dtype)
+        return x.reshape(()).to(wider(like.dtype))
     if not expect.is_number(x):
         raise TypeError(message(name, argument, type(x).__name__, expected))
     return x

@@ -59,16 +59,10 @@ class SyncBatchNorm(InGroup, BatchNormBase):
     those of the whole batch. Running statistics are the same on all ranks, and the running variance is unbiased. A
     checkpoint updates them twice, as with BatchNorm. Before an export, call `revert_sync_batchnorm`.
 
-    Args:
-        num_features: C.
-        eps: added to the variance.
-        momentum: weight of a new batch in the running statistics; None: each batch has the same weight.
-        affine: whether there are parameters weight and bias.
-        track_running_stats: False: evaluation uses the statistics of the batch too, of all ranks.
-        group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
-            Copies of the module use the same group. Only a module with None can be pickled.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers. Of float16 and bfloat16 input, statistics are computed in float32.
+    All arguments but `group` are those of `torch.nn.BatchNorm2d`. Without `track_running_stats`, evaluation uses the
+    statistics of all ranks' batch too. Statistics of float16 and bfloat16 x are computed in float32. `group` is None, a
+    `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`. Copies of the module use
+    the same group, and only a module with None can be pickled.
 
     Raises:
         TypeError, ValueError: x has the wrong dtype or shape, or, in a group of one rank, one value for each channel.

@@ -11,15 +11,13 @@ note  notes/training/contrastive.md
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from diffcoll.collectives.reduce_scatter import reduce_scatter
 from diffcoll.core.arguments import Sizes
-from diffcoll.core.dtypes import wider
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_chunk_size, check_exclude, check_marks, check_rows, scalar
-from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, joined, logsumexp, softplus, widened
+from diffcoll.nn.arguments import Number, check_exclude, check_rows, scalar
+from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, logsumexp, softplus, widened
 
 
 def clip_loss(
@@ -37,14 +35,12 @@ def clip_loss(
     """Image–text training: CLIP's loss of all ranks' pairs, as open_clip's on one process with the whole batch.
 
     >>> import torch, diffcoll as dc
-    >>> from torch.nn import functional as F
     >>> from diffcoll.testing import simulate
     >>> def loss(image, text):
-    ...     return dc.nn.functional.clip_loss(F.normalize(image), F.normalize(text), 100.0)
-    >>> g = torch.Generator().manual_seed(0)
-    >>> image, text = (torch.randn(8, 16, generator=g).double() for _ in range(2))
-    >>> for value in simulate(loss, image.split([5, 3]), text.split([5, 3])):
-    ...     torch.testing.assert_close(value, loss(image, text))
+    ...     return dc.nn.functional.clip_loss(image, text, 100.0, normalize=True)
+    >>> image, text = torch.randn(2, 8, 16).double()
+    >>> ranks = simulate(loss, image.split([5, 3]), text.split([5, 3]))
+    >>> torch.testing.assert_close(ranks, [loss(image, text)] * 2)
 
     Args:
         image_features: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between
@@ -73,20 +69,22 @@ def clip_loss(
 
     Source: notes/training/contrastive.md.
     """
-    numbers = {"logit_scale": logit_scale}
-    batch, logits, q, rows, pos = _pairs(
-        "clip_loss", image_features, text_features, numbers, ids, exclude, normalize, chunk_size, sizes, group
-    )
+    name = "clip_loss"
+    check_rows(name, "image_features", image_features)
+    check_rows(name, "text_features", text_features, image_features)
+    scale = scalar(name, "logit_scale", logit_scale, image_features)
+    batch = Batch(name, image_features, normalize, sizes, group, chunk_size, ids=ids)
+    logits, pos = _pairs(batch, image_features, text_features, exclude, scale)
 
-    def block(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor]:
-        s = logits.of_negatives(q, rows)
-        return logsumexp(s, 1, logits.in_place), logsumexp(s, 0, logits.in_place)
+    def block(q: Tensor, *marks: Tensor | None) -> tuple[Tensor, Tensor]:
+        s = logits.of_negatives(q, Marks(*marks))
+        return logsumexp(s, 1, logits.in_place), logsumexp(s, 0, logits.in_place).unsqueeze(0)
 
-    of_rows, of_columns = zip(*in_chunks(block, chunk_size, q, rows), strict=True)
-    of_column = of_columns[0] if len(of_columns) == 1 else torch.stack([*of_columns]).logsumexp(0)
+    of_row, of_columns = in_chunks(block, chunk_size, logits.q, *logits.rows)  # of_columns: a row of each chunk
+    of_column = of_columns[0] if len(of_columns) == 1 else of_columns.logsumexp(0)
     if len(batch.sizes) > 1:
         of_column = reduce_scatter(of_column, "logsumexp", sizes=batch.sizes, group=group)
-    return batch.mean(softplus(joined(of_rows) - pos) + softplus(of_column - pos), 2)
+    return batch.mean(softplus(of_row - pos) + softplus(of_column - pos), 2)
 
 
 def siglip_loss(
@@ -108,10 +106,9 @@ def siglip_loss(
     >>> from diffcoll.testing import simulate
     >>> def loss(image, text):
     ...     return dc.nn.functional.siglip_loss(image, text, 10.0, -10.0, normalize=True)
-    >>> g = torch.Generator().manual_seed(0)
-    >>> image, text = (torch.randn(8, 16, generator=g).double() for _ in range(2))
-    >>> for value in simulate(loss, image.split([5, 3]), text.split([5, 3])):
-    ...     torch.testing.assert_close(value, loss(image, text))
+    >>> image, text = torch.randn(2, 8, 16).double()
+    >>> ranks = simulate(loss, image.split([5, 3]), text.split([5, 3]))
+    >>> torch.testing.assert_close(ranks, [loss(image, text)] * 2)
 
     Arguments, result and errors are those of `clip_loss`; `logit_bias`, a number or a tensor with one element, is added
     to the logits. open_clip's models with a bias return all four by these names, so `siglip_loss(**model(image, text))`
@@ -119,38 +116,27 @@ def siglip_loss(
 
     Source: notes/training/contrastive.md.
     """
-    numbers = {"logit_scale": logit_scale, "logit_bias": logit_bias}
-    batch, logits, q, rows, pos = _pairs(
-        "siglip_loss", image_features, text_features, numbers, ids, exclude, normalize, chunk_size, sizes, group
-    )
+    name = "siglip_loss"
+    check_rows(name, "image_features", image_features)
+    check_rows(name, "text_features", text_features, image_features)
+    scale = scalar(name, "logit_scale", logit_scale, image_features)
+    bias = scalar(name, "logit_bias", logit_bias, image_features)
+    batch = Batch(name, image_features, normalize, sizes, group, chunk_size, ids=ids)
+    logits, pos = _pairs(batch, image_features, text_features, exclude, scale, bias)
 
-    def block(q: Tensor, rows: Marks) -> tuple[Tensor]:
-        return (softplus(logits.of_negatives(q, rows)).sum(1),)
+    def block(q: Tensor, *marks: Tensor | None) -> tuple[Tensor]:
+        return (softplus(logits.of_negatives(q, Marks(*marks))).sum(1),)
 
-    of_negatives = joined([part for (part,) in in_chunks(block, chunk_size, q, rows)])
+    (of_negatives,) = in_chunks(block, chunk_size, logits.q, *logits.rows)
     return batch.mean(of_negatives + softplus(-pos))
 
 
 def _pairs(
-    name: str,
-    image_features: Tensor,
-    text_features: Tensor,
-    numbers: dict[str, Tensor | float],
-    ids: Tensor | None,
-    exclude: Tensor | None,
-    normalize: bool,
-    chunk_size: int | None,
-    sizes: Sizes,
-    group: Group,
-) -> tuple[Batch, Logits, Tensor, Marks, Tensor]:
-    """Return the batch, the logits of its texts, the images with their marks, and the logit of each own pair."""
-    check_rows(name, "image_features", image_features)
-    check_rows(name, "text_features", text_features, image_features)
-    check_chunk_size(name, chunk_size)
-    marks = check_marks(name, image_features, ids=ids)
-    scale_and_bias = [scalar(name, argument, x, wider(image_features.dtype)) for argument, x in numbers.items()]
-    batch = Batch(name, image_features, sizes, group, marks)
-    images, (texts, every) = widened(image_features, normalize), batch.features(text_features, normalize)
-    logits = Logits.of(every, Marks(**batch.all_marks), text_features, normalize, *scale_and_bias)
-    q, exclude = logits.rows(images), check_exclude(name, exclude, images.shape[0], batch.total)
-    return batch, logits, q, Marks(batch.mine.unsqueeze(1), exclude=exclude, **marks), logits.of_pairs(q, texts)
+    batch: Batch, images: Tensor, texts: Tensor, exclude: Tensor | None, scale: Number, bias: Number | None = None
+) -> tuple[Logits, Tensor]:
+    """Return the logits of this rank's images and all ranks' texts, and those of its own pairs."""
+    x, (own, every) = widened(images, batch.normalize), batch.features(texts)
+    exclude = check_exclude(batch.name, exclude, x.shape[0], batch.total)
+    rows = Marks(batch.mine.unsqueeze(1), exclude=exclude, **batch.marks)
+    logits = Logits(batch, x, rows, every, Marks(**batch.all_marks), scale, bias)
+    return logits, logits.of_pairs(own)

@@ -14,7 +14,6 @@ note  notes/training/contrastive.md
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,42 +33,58 @@ from diffcoll.core.torch_private.tracing import assume, is_known, is_observed
 from diffcoll.core.torch_private.transforms import carries_tangents, is_eager, is_within_transform
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import without_autocast
+from diffcoll.nn.arguments import Number, check_chunk_size, check_marks, without_autocast
 from diffcoll.nn.whole import loss_of_sums
 
 # ── the rows of all ranks ────────────────────────────────────────────────────────────────────────────────
 
 
 class Batch:
-    """The rows of all ranks, and which of them are this rank's.
+    """The rows of all ranks, which of them are this rank's, and options of the loss `name`.
 
     x are this rank's features, (b, …, D), and `marks` its labels and ids, (b,), which are sent in one message.
+
+    Raises:
+        TypeError, ValueError: a mark, the chunk size or `sizes` is invalid; x was checked before.
     """
 
-    def __init__(self, name: str, x: Tensor, sizes: Sizes, group: Group, marks: dict[str, Tensor]) -> None:
-        self.group, engine = group, resolve(group, name)
+    def __init__(
+        self,
+        name: str,
+        x: Tensor,
+        normalize: bool,
+        sizes: Sizes,
+        group: Group,
+        chunk_size: int | None = None,
+        **marks: Tensor | None,
+    ) -> None:
+        self.name, self.normalize, self.group, engine = name, normalize, group, resolve(group, name)
+        self.chunk_size = check_chunk_size(name, chunk_size)
+        self.marks = self.all_marks = check_marks(name, x, **marks)
+        cores = x.is_cuda and torch.version.hip is None and x.dtype != wider(x.dtype) and not normalize
+        #: The dtype whose products run on tensor cores; None: those of the features' own.
+        self.half = x.dtype if cores else None
         self.sizes = sizes_of_ranks(name, engine, x, sizes)
         self.total = sum(self.sizes)
         #: The number of each of this rank's rows among all rows. A slice of all numbers has no size in a graph.
         self.mine = torch.arange(x.shape[0], device=x.device) + sum(self.sizes[: engine.rank])
-        self.marks = self.all_marks = marks
-        if marks and engine.size > 1:
-            self.all_marks = all_gather(marks, sizes=self.sizes, group=group)
+        if self.marks and engine.size > 1:
+            self.all_marks = all_gather(self.marks, sizes=self.sizes, group=group)
 
-    def features(self, x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's and all ranks' features in float32 or float64, normalized if asked for.
 
         Half-precision features are sent as they are: normalized ones would be rounded once more. Parts of their
         gradient are added in float32, and rounded once.
         """
         wide = widened(x, False)  # once: the parts of its gradient are added before they are rounded
-        own = normalized(wide) if normalize else wide
+        own = normalized(wide) if self.normalize else wide
         if len(self.sizes) == 1:
             return own, own
         if own.dtype == x.dtype:
             return own, all_gather(own, sizes=self.sizes, group=self.group)
         every = gathered_as(x.dtype, wide, self.sizes, self.group)
-        return own, normalized(every) if normalize else every
+        return own, normalized(every) if self.normalize else every
 
     def mean(self, terms: Tensor, of_each: int = 1) -> Tensor:
         """Return the mean over all ranks' rows from the terms of this rank's, of which each sample has `of_each`."""
@@ -129,27 +144,6 @@ class Marks(NamedTuple):
     exclude: Tensor | None = None
 
 
-def masks(rows: Marks, cols: Marks, itself: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return which pairs are positive, and which others are left out, if any; itself: pairs of a row with itself.
-
-    The second mask may have positives, which stay positives.
-    """
-    assert rows.labels is not None and cols.labels is not None
-    positive, out = rows.labels.unsqueeze(1) == cols.labels, left_out(rows, cols)
-    if itself is not None:
-        positive = positive & ~itself
-        out = itself if out is None else out | itself
-    return positive, out
-
-
-def left_out(rows: Marks, cols: Marks) -> Tensor | None:
-    """Return which pairs are left out unless they are positives, if any."""
-    if rows.ids is None or cols.ids is None:
-        return rows.exclude
-    same = rows.ids.unsqueeze(1) == cols.ids
-    return same if rows.exclude is None else same | rows.exclude
-
-
 def least(s: Tensor) -> float:
     """Return the logit of a pair that is left out. Not −inf: the derivative of logsumexp is NaN if all terms are."""
     return torch.finfo(s.dtype).min / 4
@@ -180,58 +174,56 @@ def half_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-class Logits(NamedTuple):
-    """Makes logits of some rows and all columns."""
+class Logits:
+    """Makes logits of this rank's features x, with the marks `rows`, and all ranks' columns, with `marks`."""
 
-    columns: Tensor
-    marks: Marks
-    scale: Tensor | float
-    bias: Tensor | float | None
-    #: The dtype whose products run on tensor cores; None: those of the features' own.
-    half: torch.dtype | None
-    #: Whether operations write into logits: vmap lacks rules, and a selective checkpoint keeps results. Decided before
-    #: a checkpoint repeats them.
-    in_place: bool
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
+        batch: Batch,
+        x: Tensor,
+        rows: Marks,
         columns: Tensor,
         marks: Marks,
-        features: Tensor,
-        normalize: bool,
-        scale: Tensor | float,
-        bias: Tensor | float | None = None,
-    ) -> Logits:
-        """Return those of columns that were gathered from such features."""
-        cores = features.is_cuda and torch.version.hip is None and columns.dtype != features.dtype and not normalize
-        return Logits(columns, marks, scale, bias, features.dtype if cores else None, may_overwrite())
-
-    def rows(self, x: Tensor) -> Tensor:
-        """Return what `__call__` and `of_pairs` take of features: scaled, but for tensor cores, which need x itself."""
-        return x if self.half is not None else x * self.scale
+        scale: Number,
+        bias: Number | None = None,
+    ) -> None:
+        self.half, self.chunk_size = batch.half, batch.chunk_size
+        #: x, scaled; tensor cores need x itself.
+        self.q = x if self.half is not None else x * scale
+        self.rows, self.columns, self.marks, self.scale, self.bias = rows, columns, marks, scale, bias
+        #: Whether operations write into logits: vmap lacks rules, and a selective checkpoint keeps results. Decided
+        #: before a checkpoint repeats them.
+        self.in_place = may_overwrite()
 
     def __call__(self, q: Tensor) -> Tensor:
         """Return a new matrix, (rows, columns), that may be overwritten."""
-        if self.half is None:
-            s = q @ self.columns.t()
-        elif is_eager(q, self.columns):
-            s = _Product.apply(q, self.columns, self.half) * self.scale  # type: ignore[no-untyped-call]
-        else:
-            s = q @ self.columns.t() * self.scale
-        return s if self.bias is None else s + self.bias
+        if self.half is not None and is_eager(q, self.columns):
+            return self._scaled(_Product.apply(q, self.columns, self.half))  # type: ignore[no-untyped-call]
+        return self._scaled(q @ self.columns.t())
 
-    def of_pairs(self, q: Tensor, keys: Tensor) -> Tensor:
+    def of_pairs(self, keys: Tensor) -> Tensor:
         """Return the logit of each row with its own key. One that overflows is NaN, for a GradScaler to see it."""
-        s = (q * keys).sum(1) if self.half is None else (q * keys).sum(1) * self.scale
-        s = s if self.bias is None else s + self.bias
+        s = self._scaled((self.q * keys).sum(1))
         return s + 0 * s
+
+    def _scaled(self, products: Tensor) -> Tensor:
+        """Return logits from products with rows of q, which tensor cores leave unscaled."""
+        s = products if self.half is None else products * self.scale
+        return s if self.bias is None else s + self.bias
 
     def of_negatives(self, q: Tensor, rows: Marks) -> Tensor:
         """Return logits, `least` for what is no negative; its gradient is 0 without a rule, since its softmax is."""
         s = self(q)
-        for others in (rows.own, left_out(rows, self.marks)):
+        for others in (rows.own, self.left_out(rows)):
             s = s if others is None else overwritten(s, others, least(s), self.in_place)
         return s
+
+    def left_out(self, rows: Marks) -> Tensor | None:
+        """Return which pairs are left out unless they are positives, if any."""
+        if rows.ids is None or self.marks.ids is None:
+            return rows.exclude
+        same = rows.ids.unsqueeze(1) == self.marks.ids
+        return same if rows.exclude is None else same | rows.exclude
 
 
 def may_overwrite() -> bool:
@@ -262,26 +254,21 @@ def softplus(x: Tensor) -> Tensor:
     return F.softplus(x, 1.0, 40.0)
 
 
-#: From features of some rows, and their marks as `rows`.
-Block = Callable[..., tuple[Tensor, ...]]
+def in_chunks(
+    block: Callable[..., tuple[Tensor, ...]], chunk_size: int | None, x: Tensor, *of_rows: Tensor | None
+) -> Sequence[Tensor]:
+    """Return block(x, *of_rows) of all rows, or what it returns for each chunk of rows, joined along dim 0.
 
-
-def in_chunks(block: Block, chunk_size: int | None, x: Tensor, rows: Marks) -> list[tuple[Tensor, ...]]:
-    """Return block(x, rows) of all rows, or of each chunk of rows, whose logits backward computes again.
-
-    Autocast does not cast the products to half precision.
+    The logits of a chunk are computed again in backward. Autocast does not cast the products to half precision.
     """
     with without_autocast(x):
         if chunk_size is None or is_within_transform() or carries_tangents():  # torch.func refuses checkpoints
-            return [block(x, rows=rows)]
-        found = []
+            return block(x, *of_rows)
+        found: list[tuple[Tensor, ...]] = []
         for i in range(max(-(-x.shape[0] // chunk_size), 1)):  # a graph is of this number, not of the number of rows
             part = slice(i * chunk_size, (i + 1) * chunk_size)
-            of_part = partial(block, rows=Marks(*(None if mark is None else mark[part] for mark in rows)))
-            found.append(checkpoint(of_part, x[part], use_reentrant=False, preserve_rng_state=False))
-        return found
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the chunks' rows. One chunk stays: torch.cat of empty rows has a gradient without a graph."""
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+            more = (None if each is None else each[part] for each in of_rows)
+            found.append(checkpoint(block, x[part], *more, use_reentrant=False, preserve_rng_state=False))
+        if len(found) == 1:  # torch.cat of empty rows has a gradient without a graph
+            return found[0]
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]

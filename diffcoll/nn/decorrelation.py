@@ -20,6 +20,7 @@ from torch import Tensor
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core import check_mode, expect
 from diffcoll.core.arguments import Sizes
+from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message, user_line
 from diffcoll.core.groups import get_world_size, resolve
 from diffcoll.core.torch_private.tracing import is_known, is_traced, unobserved
@@ -40,9 +41,9 @@ def barlow_twins_loss(
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
-    >>> z_a, z_b = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)).double()
-    >>> for value in simulate(dc.nn.functional.barlow_twins_loss, z_a.split([5, 3]), z_b.split([5, 3])):
-    ...     torch.testing.assert_close(value, dc.nn.functional.barlow_twins_loss(z_a, z_b))
+    >>> z_a, z_b = torch.randn(2, 8, 4).double()
+    >>> ranks = simulate(dc.nn.functional.barlow_twins_loss, z_a.split([5, 3]), z_b.split([5, 3]))
+    >>> torch.testing.assert_close(ranks, [dc.nn.functional.barlow_twins_loss(z_a, z_b)] * 2)
 
     Args:
         z_a: features of the first view of this rank's samples, (b, D); b may differ between ranks and may be 0, D is
@@ -63,9 +64,9 @@ def barlow_twins_loss(
     """
     name = "barlow_twins_loss"
     expect.not_negative(name, lambda_param=lambda_param, eps=eps)
-    x1, x2 = _views(name, z_a, z_b)
-    with without_autocast(x1):
-        c1, c2, count = _centered(x1, x2, group)
+    _, c, count = _views(name, z_a, z_b, group)
+    with without_autocast(c):
+        c1, c2 = c.unbind()
 
         def of_sums(products: Tensor, squares: Tensor, rests: Tensor) -> Tensor:
             rest1, rest2 = rests
@@ -75,8 +76,7 @@ def barlow_twins_loss(
             off = correlation.square().sum() - diagonal.square().sum()
             return torch.add((diagonal - 1).square().sum(), off, alpha=lambda_param)
 
-        squares, rests = torch.stack([c1, c2]).square().sum(1), torch.stack([c1, c2]).sum(1)
-        return loss_of_sums(of_sums, c1.t() @ c2, squares, rests, group=group)
+        return loss_of_sums(of_sums, c1.t() @ c2, c.square().sum(1), c.sum(1), group=group)
 
 
 def vicreg_loss(
@@ -97,9 +97,9 @@ def vicreg_loss(
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
-    >>> z_a, z_b = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)).double()
-    >>> for value in simulate(dc.nn.functional.vicreg_loss, z_a.split([5, 3]), z_b.split([5, 3])):
-    ...     torch.testing.assert_close(value, dc.nn.functional.vicreg_loss(z_a, z_b))
+    >>> z_a, z_b = torch.randn(2, 8, 4).double()
+    >>> ranks = simulate(dc.nn.functional.vicreg_loss, z_a.split([5, 3]), z_b.split([5, 3]))
+    >>> torch.testing.assert_close(ranks, [dc.nn.functional.vicreg_loss(z_a, z_b)] * 2)
 
     `lambda_param`, `mu_param` and `nu_param` are λ, μ and ν, which the paper's code calls sim_coeff, std_coeff and
     cov_coeff; `eps` is added to the variance. The other arguments, result and errors are those of `barlow_twins_loss`;
@@ -109,10 +109,9 @@ def vicreg_loss(
     """
     name = "vicreg_loss"
     expect.not_negative(name, lambda_param=lambda_param, mu_param=mu_param, nu_param=nu_param, eps=eps)
-    x1, x2 = _views(name, z_a, z_b)
-    with without_autocast(x1):
-        c1, c2, count = _centered(x1, x2, group)
-        size = x1.shape[1]
+    x, c, count = _views(name, z_a, z_b, group)
+    with without_autocast(c):
+        (x1, x2), (c1, c2), size = x.unbind(), c.unbind(), c.shape[-1]
 
         def of_sums(products: Tensor, squares: Tensor, rests: Tensor, difference: Tensor) -> Tensor:
             rest1, rest2 = rests
@@ -124,26 +123,23 @@ def vicreg_loss(
 
         # Both matrices are symmetric: one above the diagonal and the other below fit into one message of D × D.
         packed = (c1.t() @ c1).triu(1) + (c2.t() @ c2).tril(-1)
-        squares, rests = torch.stack([c1, c2]).square().sum(1), torch.stack([c1, c2]).sum(1)
-        return loss_of_sums(of_sums, packed, squares, rests, (x1 - x2).square().sum(), group=group)
+        return loss_of_sums(of_sums, packed, c.square().sum(1), c.sum(1), (x1 - x2).square().sum(), group=group)
 
 
-def _views(name: str, z_a: Tensor, z_b: Tensor) -> list[Tensor]:
-    """Return both views in one dtype, float32 or float64."""
+def _views(name: str, z_a: Tensor, z_b: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Return both views, (2, b, D), the same minus their rounded means k over all ranks' rows, and the number of these.
+
+    They are in float32, or float64 if the features are.
+    """
     check_rows(name, "z_a", z_a)
     check_rows(name, "z_b", z_b, z_a)
-    return in_full_precision(name, z_a=z_a, z_b=z_b)
-
-
-def _centered(x1: Tensor, x2: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both views minus their rounded means k over all ranks' rows, and the number of these rows."""
+    x = torch.stack(in_full_precision(name, z_a=z_a, z_b=z_b))
     with torch.no_grad():
-        row = torch.cat([x1.sum(0), x2.sum(0), x1.new_full((1,), x1.shape[0])])
+        row = torch.cat([x.sum(1).flatten(), x.new_full((1,), z_a.shape[0])])
         if get_world_size(group) > 1:
             row = all_reduce(row, group=group)
-        count = row[-1]
-        k1, k2 = (row[:-1] / count).chunk(2)
-    return x1 - k1, x2 - k2, count
+        k = (row[:-1] / row[-1]).view(2, 1, x.shape[2])
+    return x, x - k, row[-1]
 
 
 def koleo_loss(
@@ -157,9 +153,9 @@ def koleo_loss(
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
-    >>> x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double()
-    >>> for value in simulate(dc.nn.functional.koleo_loss, x.split([5, 3])):
-    ...     torch.testing.assert_close(value, dc.nn.functional.koleo_loss(x))
+    >>> x = torch.randn(8, 4).double()
+    >>> ranks = simulate(dc.nn.functional.koleo_loss, x.split([5, 3]))
+    >>> torch.testing.assert_close(ranks, [dc.nn.functional.koleo_loss(x)] * 2)
 
     `x` are features of this rank's samples, (b, D), which are normalized unless `normalize` is False. `eps` is added to
     each difference of two features and to each distance: with 0, equal rows have an infinite loss. A row without
@@ -170,8 +166,8 @@ def koleo_loss(
     name = "koleo_loss"
     check_rows(name, "x", x)
     expect.not_negative(name, eps=eps)
-    batch = Batch(name, x, sizes, group, {})
-    own, every = batch.features(x, normalize)
+    batch = Batch(name, x, normalize, sizes, group)
+    own, every = batch.features(x)
     if is_known(every.shape[0] == 0):
         return batch.mean(own)
     with torch.no_grad(), without_autocast(x):
@@ -194,9 +190,9 @@ def sigreg_loss(
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
-    >>> z = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double()
-    >>> for value in simulate(lambda z: dc.nn.functional.sigreg_loss(z, seed=0), z.split([5, 3])):
-    ...     torch.testing.assert_close(value, dc.nn.functional.sigreg_loss(z, seed=0))
+    >>> z = torch.randn(8, 4).double()
+    >>> ranks = simulate(lambda z: dc.nn.functional.sigreg_loss(z, seed=0), z.split([5, 3]))
+    >>> torch.testing.assert_close(ranks, [dc.nn.functional.sigreg_loss(z, seed=0)] * 2)
 
     Args:
         features: of this rank's samples, (b, D), as of `barlow_twins_loss`; not normalized.
@@ -223,7 +219,7 @@ def sigreg_loss(
     if check_mode.compares(engine):  # ranks with other directions send equal messages
         facts = f"{name}({seed=}, D={features.shape[1]}, {num_slices=}, {num_points=})"
         check_mode.compare(engine, facts, f"{facts} at {user_line()}")
-    (x,) = in_full_precision(name, features=features)
+    x = features.to(wider(features.dtype))
     with without_autocast(x):
         t = torch.linspace(0, t_max, num_points, dtype=x.dtype, device=x.device)[1:]  # at 0 both functions are 1
         gaussian = (-t.square() / 2).exp()

@@ -111,21 +111,13 @@ def tversky_loss(
 
 
 def _loss(
-    name: str,
-    probabilities: Tensor,
-    targets: Tensor,
-    alpha: float,
-    beta: float,
-    smooth: float,
-    s: float,
-    dims: Dims,
-    group: Group,
+    name: str, p: Tensor, t: Tensor, alpha: float, beta: float, smooth: float, s: float, dims: Dims, group: Group
 ) -> Tensor:
     """Return the loss with s in numerator and denominator; `smooth` is what the function `name` was given."""
     expect.not_negative(name, smooth=smooth)
-    if isinstance(targets, Tensor) and not targets.is_floating_point():
-        targets = targets.float()
-    p, t = in_full_precision(name, probabilities=probabilities, targets=targets)
+    if isinstance(t, Tensor) and not t.is_floating_point():
+        t = t.float()
+    p, t = in_full_precision(name, probabilities=p, targets=t)
     if p.ndim == 0 or p.shape != t.shape:
         remedy = "for class indices, F.one_hot(targets, C).movedim(-1, 1)"
         raise ValueError(message(name, "targets", f"shape {tuple(t.shape)}", "(b, …), as of probabilities", remedy))

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from diffcoll.core.arguments import Sizes
-from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_chunk_size, check_exclude, check_marks, check_rows, scalar, without_autocast
-from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, joined, least, logsumexp, masks, softplus, widened
+from diffcoll.nn.arguments import Number, check_exclude, check_rows, scalar, without_autocast
+from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, least, logsumexp, softplus, widened
 
 #: Labels below this one are those of rows without a label, each another one.
 _NO_LABEL = -(1 << 62)
@@ -46,10 +45,9 @@ def info_nce_loss(
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
-    >>> g = torch.Generator().manual_seed(0)
-    >>> query, key = (torch.randn(8, 16, generator=g).double() for _ in range(2))
-    >>> for value in simulate(dc.nn.functional.info_nce_loss, query.split([5, 3]), key.split([5, 3])):
-    ...     torch.testing.assert_close(value, dc.nn.functional.info_nce_loss(query, key))
+    >>> query, key = torch.randn(2, 8, 16).double()
+    >>> ranks = simulate(dc.nn.functional.info_nce_loss, query.split([5, 3]), key.split([5, 3]))
+    >>> torch.testing.assert_close(ranks, [dc.nn.functional.info_nce_loss(query, key)] * 2)
 
     Args:
         query: this rank's features, (b, D), of float16, bfloat16, float32 or float64; b may differ between ranks, and
@@ -82,27 +80,26 @@ def info_nce_loss(
     check_rows(name, "positive", positive, query, (2, 3))
     if negatives is not None:
         check_rows(name, "negatives", negatives, query, (3,))
-    check_chunk_size(name, chunk_size)
-    marks = check_marks(name, query, labels=labels, ids=ids)
-    scale = _inverse(name, temperature, wider(query.dtype))
-    batch = Batch(name, query, sizes, group, marks)
-    x, (key, keys) = widened(query, normalize), batch.features(positive, normalize)
+    scale = _inverse(name, temperature, query)
+    batch = Batch(name, query, normalize, sizes, group, chunk_size, labels=labels, ids=ids)
+    x, (key, keys) = widened(query, normalize), batch.features(positive)
     each, own = 1 if key.ndim == 2 else key.shape[1], 0 if negatives is None else negatives.shape[1]
     out, out_of_own = _split(name, exclude, x.shape[0], batch.total * each, own)
-    rows, cols, pos, more = Marks(exclude=out, **marks), _of_each(each, batch.all_marks), None, None
+    rows, cols = Marks(exclude=out, **batch.marks), _of_each(each, batch.all_marks)
     if each > 1 or labels is not None:
         number = torch.arange(batch.total, device=x.device).repeat_interleave(each)
         rows = rows._replace(labels=_apart(rows.labels, batch.mine))
         cols = cols._replace(labels=_apart(cols.labels, number))
-    logits = Logits.of(keys.flatten(0, -2), cols, query, normalize, scale)
-    q = logits.rows(x)
-    if rows.labels is None:
-        rows, pos = rows._replace(own=batch.mine.unsqueeze(1)), logits.of_pairs(q, key.view(x.shape))
+    else:
+        rows = rows._replace(own=batch.mine.unsqueeze(1))
+    logits = Logits(batch, x, rows, keys.flatten(0, -2), cols, scale)
+    pos = logits.of_pairs(key.view(x.shape)) if rows.labels is None else None
+    more = None
     if negatives is not None and own:
         with without_autocast(x):
             more = torch.bmm(widened(negatives, normalize), (x * scale).unsqueeze(2)).squeeze(2)
         more = more if out_of_own is None else more.masked_fill(out_of_own, least(more))
-    return batch.mean(_terms(q, logits, rows, chunk_size, pos, more, decoupled))
+    return batch.mean(_terms(logits, pos, more, decoupled))
 
 
 def nt_xent_loss(
@@ -122,10 +119,9 @@ def nt_xent_loss(
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
-    >>> g = torch.Generator().manual_seed(0)
-    >>> out0, out1 = (torch.randn(8, 16, generator=g).double() for _ in range(2))
-    >>> for value in simulate(dc.nn.functional.nt_xent_loss, out0.split([5, 3]), out1.split([5, 3])):
-    ...     torch.testing.assert_close(value, dc.nn.functional.nt_xent_loss(out0, out1))
+    >>> out0, out1 = torch.randn(2, 8, 16).double()
+    >>> ranks = simulate(dc.nn.functional.nt_xent_loss, out0.split([5, 3]), out1.split([5, 3]))
+    >>> torch.testing.assert_close(ranks, [dc.nn.functional.nt_xent_loss(out0, out1)] * 2)
 
     `out0` and `out1` are features of two views of this rank's samples, (b, D), row i of both of the same sample. Views
     of other samples are left out where `ids`, (b,), are equal, or where `exclude`, (b, B), bool, is True for this
@@ -137,8 +133,9 @@ def nt_xent_loss(
     name = "nt_xent_loss"
     check_rows(name, "out0", out0)
     check_rows(name, "out1", out1, out0)
-    marks, views = check_marks(name, out0, ids=ids), torch.stack([out0, out1], 1)
-    return _of_views(name, views, marks, exclude, temperature, normalize, decoupled, chunk_size, sizes, group)
+    scale = _inverse(name, temperature, out0)
+    batch = Batch(name, out0, normalize, sizes, group, chunk_size, ids=ids)
+    return _of_views(batch, torch.stack([out0, out1], 1), exclude, scale, decoupled)
 
 
 def supcon_loss(
@@ -159,11 +156,9 @@ def supcon_loss(
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
-    >>> g = torch.Generator().manual_seed(0)
-    >>> features = torch.randn(8, 2, 16, generator=g).double()  # two views
-    >>> labels = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0])
-    >>> for value in simulate(dc.nn.functional.supcon_loss, features.split([5, 3]), labels.split([5, 3])):
-    ...     torch.testing.assert_close(value, dc.nn.functional.supcon_loss(features, labels))
+    >>> features, labels = torch.randn(8, 2, 16).double(), torch.tensor([0, 1, 2, 0, 1, 2, 3, 0])  # two views
+    >>> ranks = simulate(dc.nn.functional.supcon_loss, features.split([5, 3]), labels.split([5, 3]))
+    >>> torch.testing.assert_close(ranks, [dc.nn.functional.supcon_loss(features, labels)] * 2)
 
     `features` are (b, D), or (b, views, D) as in the authors' code. All views of all samples of a class are positives;
     samples of class −1 are negatives of the others, and have no positives. Other views are left out where `ids`, (b,),
@@ -176,30 +171,16 @@ def supcon_loss(
     check_rows(name, "features", features, dims=(2, 3))
     if labels is None:
         raise TypeError(message(name, "labels", labels, "a tensor of integers"))
-    marks = check_marks(name, features, labels=labels, ids=ids)
-    views = features if features.ndim == 3 else features.unsqueeze(1)
-    return _of_views(name, views, marks, exclude, temperature, normalize, False, chunk_size, sizes, group)
+    scale = _inverse(name, temperature, features)
+    batch = Batch(name, features, normalize, sizes, group, chunk_size, labels=labels, ids=ids)
+    return _of_views(batch, features if features.ndim == 3 else features.unsqueeze(1), exclude, scale)
 
 
-def _of_views(
-    name: str,
-    views: Tensor,
-    marks: dict[str, Tensor],
-    exclude: Tensor | None,
-    temperature: Tensor | float,
-    normalize: bool,
-    decoupled: bool,
-    chunk_size: int | None,
-    sizes: Sizes,
-    group: Group,
-) -> Tensor:
+def _of_views(batch: Batch, views: Tensor, exclude: Tensor | None, scale: Number, decoupled: bool = False) -> Tensor:
     """Return the loss of (b, views, D); view v of sample i is row views · i + v. Without labels there are two views."""
-    check_chunk_size(name, chunk_size)
-    scale = _inverse(name, temperature, wider(views.dtype))
-    batch, each = Batch(name, views, sizes, group, marks), views.shape[1]
-    own, every = batch.features(views, normalize)
-    rows, cols = _of_each(each, marks), _of_each(each, batch.all_marks)
-    exclude = check_exclude(name, exclude, own.shape[0], batch.total)
+    each, (own, every) = views.shape[1], batch.features(views)
+    rows, cols = _of_each(each, batch.marks), _of_each(each, batch.all_marks)
+    exclude = check_exclude(batch.name, exclude, own.shape[0], batch.total)
     if exclude is not None:
         rows = rows._replace(exclude=exclude.repeat_interleave(each, 0).repeat_interleave(each, 1))
     numbers = (each * batch.mine).unsqueeze(1) + torch.arange(each, device=own.device)
@@ -209,24 +190,15 @@ def _of_views(
         of_all = torch.arange(batch.total * each, device=own.device)
         rows = rows._replace(own=numbers.view(-1, 1), labels=_apart(rows.labels, numbers.flatten()))
         cols = cols._replace(labels=_apart(cols.labels, of_all))
-    logits = Logits.of(every.flatten(0, 1), cols, views, normalize, scale)
-    q = logits.rows(own.flatten(0, 1))
-    pos = logits.of_pairs(q, own.flip(1).flatten(0, 1)) if rows.labels is None else None
-    return batch.mean(_terms(q, logits, rows, chunk_size, pos, None, decoupled), each)
+    logits = Logits(batch, own.flatten(0, 1), rows, every.flatten(0, 1), cols, scale)
+    pos = logits.of_pairs(own.flip(1).flatten(0, 1)) if rows.labels is None else None
+    return batch.mean(_terms(logits, pos, None, decoupled), each)
 
 
 # ── the terms of this rank's rows ────────────────────────────────────────────────────────────────────────
 
 
-def _terms(
-    q: Tensor,
-    logits: Logits,
-    rows: Marks,
-    chunk_size: int | None,
-    pos: Tensor | None,
-    more: Tensor | None,
-    decoupled: bool,
-) -> Tensor:
+def _terms(logits: Logits, pos: Tensor | None, more: Tensor | None, decoupled: bool) -> Tensor:
     """Return −log softmax of each row, averaged over its positives; 0 for a row without one.
 
     `pos` is the logit of each row's only positive, and `rows.own` are the columns that are no negatives; without it
@@ -234,18 +206,21 @@ def _terms(
     """
     sum_exp = partial(logsumexp, dim=1, in_place=logits.in_place)
 
-    def one(q: Tensor, rows: Marks) -> tuple[Tensor]:
-        return (sum_exp(logits.of_negatives(q, rows)),)
+    def one(q: Tensor, *marks: Tensor | None) -> tuple[Tensor]:
+        return (sum_exp(logits.of_negatives(q, Marks(*marks))),)
 
-    def several(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        s = logits(q)
-        itself = None if rows.own is None else rows.own == torch.arange(s.shape[1], device=s.device)
-        positive, out = masks(rows, logits.marks, itself)
+    def several(q: Tensor, *marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        s, rows = logits(q), Marks(*marks)
+        assert rows.labels is not None and logits.marks.labels is not None
+        positive, out = rows.labels.unsqueeze(1) == logits.marks.labels, logits.left_out(rows)
         neg = sum_exp(s.masked_fill(positive if out is None else positive | out, least(s)))
+        if rows.own is not None:  # a row has its own label, and is none of its positives
+            positive = positive & (rows.own != torch.arange(s.shape[1], device=s.device))
         among = sum_exp(s.masked_fill(~positive, least(s)))
         return neg, among, s.masked_fill(~positive, 0).sum(1), positive.sum(1)
 
-    neg, *of_positives = map(joined, zip(*in_chunks(several if pos is None else one, chunk_size, q, rows), strict=True))
+    block = several if pos is None else one
+    neg, *of_positives = in_chunks(block, logits.chunk_size, logits.q, *logits.rows)
     if more is not None:
         neg = torch.stack([neg, sum_exp(more)]).logsumexp(0)
     if pos is not None:
@@ -274,9 +249,9 @@ def _of_each(n: int, marks: dict[str, Tensor]) -> Marks:
     return Marks(**{key: mark.repeat_interleave(n) for key, mark in marks.items()})
 
 
-def _inverse(name: str, temperature: Tensor | float, dtype: torch.dtype) -> Tensor | float:
+def _inverse(name: str, temperature: Number, like: Tensor) -> Number:
     """Return 1 / temperature; raise unless it is above 0. A tensor is not read, which would wait for a device."""
-    value = scalar(name, "temperature", temperature, dtype)
+    value = scalar(name, "temperature", temperature, like)
     if not isinstance(value, Tensor) and not value > 0:
         raise ValueError(message(name, "temperature", repr(value), "a number above 0", "logits are divided by it"))
     return 1 / value

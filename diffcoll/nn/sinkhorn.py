@@ -16,9 +16,10 @@ from torch import Tensor
 
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core import expect
+from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import check_rows, in_full_precision, without_autocast
+from diffcoll.nn.arguments import check_rows, without_autocast
 
 
 @torch.no_grad()
@@ -56,9 +57,8 @@ def sinkhorn(scores: Tensor, *, epsilon: float = 0.05, iterations: int = 3, grou
     expect.integer(name, "iterations", iterations, 1)
     if not expect.is_number(epsilon) or not 0 < epsilon < torch.inf:
         raise ValueError(message(name, "epsilon", repr(epsilon), "a finite number above 0"))
-    (x,) = in_full_precision(name, scores=scores)
+    x = scores.to(wider(scores.dtype)) / epsilon
     with without_autocast(x):
-        x = x / epsilon
         v = -all_reduce(x.logsumexp(0), "logsumexp", group=group)
         for _ in range(iterations - 1):
             v = v - all_reduce((x + v).softmax(1).sum(0), group=group).log()

@@ -29,9 +29,7 @@ from diffcoll.core.torch_private.transforms import is_within_transform, without_
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import check_chunk_size, in_full_precision, without_autocast
 from diffcoll.nn.contrastive import (
-    Marks,
     in_chunks,
-    joined,
     least,
     logsumexp,
     may_overwrite,
@@ -121,48 +119,45 @@ def vocab_parallel_cross_entropy(
     q = hidden.reshape(-1, hidden.shape[-1])
     with without_autocast(q):
         q = q if engine.size == 1 else sum_gradients(q, group=group)
-        row = torch.stack(_sums(q, w, bias, index.masked_fill(ignored, -1) - first, chunk_size, label_smoothing > 0))
-        rows = all_gather(row, group=group, stack=True, grad_placement="replicate")
-        neg, logit, *every = rows.unbind(1)
+        sums = _sums(q, w, bias, index.masked_fill(ignored, -1) - first, chunk_size)
+        if label_smoothing:
+            every = q @ w.sum(0)
+            sums.append(every if bias is None else every + bias.sum())
+        rows = all_gather(torch.stack(sums), group=group, stack=True, grad_placement="replicate")
+        neg, logit, *all_logits = rows.unbind(1)
         log_neg, logit = neg.logsumexp(0), logit.sum(0)
         loss = softplus(log_neg - logit)
         if z_loss:
             loss = loss + z_loss * (loss + logit).square()
         if label_smoothing:
-            loss = loss + label_smoothing * (logit - every[0].sum(0) / total)
+            loss = loss + label_smoothing * (logit - all_logits[0].sum(0) / total)
         loss = loss.masked_fill(ignored, 0)
     if reduction == "none":
         return loss.view(target.shape)
     return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
 
 
-def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int | None, smooth: bool) -> list[Tensor]:
-    """Return, for each token, log Σ_j exp s_ij of this rank's j ≠ t, s_it or 0, and, to `smooth`, Σ_j s_ij.
+def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int | None) -> list[Tensor]:
+    """Return, for each token, log Σ_j exp s_ij of this rank's j ≠ t, and s_it or 0.
 
     `at` is the target's index among this rank's rows w, if it is one of them.
     """
     here = (at >= 0) & (at < w.shape[0])
     if is_known(w.shape[0] == 0):  # of this rank no word; the result is of q's and w's graph
         none = q[:, :0].sum(1) + w.sum() + (0 if bias is None else bias.sum())
-        return [none + least(q), none, none] if smooth else [none + least(q), none]
+        return [none + least(q), none]
     at = torch.where(here, at, 0)
     added = None if bias is None else bias.clamp(min=least(q))  # −inf excludes words, of some ranks all
     in_place = may_overwrite()
 
-    def block(q: Tensor, rows: Marks) -> tuple[Tensor]:
-        assert rows.own is not None and rows.labels is not None
+    def block(q: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor]:
         s = q @ w.t() if added is None else torch.addmm(added, q, w.t())
-        kept = torch.where(rows.labels, least(s), s.gather(1, rows.own))  # `least` at the target, no negative
-        return (logsumexp(overwritten(s, rows.own, kept, in_place), 1, in_place),)
+        kept = torch.where(here, least(s), s.gather(1, at))  # `least` at the target, no negative
+        return (logsumexp(overwritten(s, at, kept, in_place), 1, in_place),)
 
-    rows = Marks(own=at.unsqueeze(1), labels=here.unsqueeze(1))
-    neg = joined([part for (part,) in in_chunks(block, chunk_size, q, rows)])
+    (neg,) = in_chunks(block, chunk_size, q, at.unsqueeze(1), here.unsqueeze(1))
     logit = (q * w[at]).sum(1) + (0 if added is None else added[at])
-    logit = torch.where(here, logit + 0 * logit, 0.0)
-    if not smooth:
-        return [neg, logit]
-    every = q @ w.sum(0)
-    return [neg, logit, every if bias is None else every + bias.sum()]
+    return [neg, torch.where(here, logit + 0 * logit, 0.0)]
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
