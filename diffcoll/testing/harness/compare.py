@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -195,6 +195,15 @@ class Asked:
     tolerance: float | None
 
 
+class Part(NamedTuple):
+    """The numbers of a tensor of the whole that a rank holds in one of its tensors."""
+
+    leaf: int
+    #: Which of the rank's numbers they are, and which of the whole's.
+    inside: Tensor
+    positions: Tensor
+
+
 @dataclass(frozen=True)
 class Setting:
     """One run, before it starts: what each rank gets, how what it has makes up the whole, and what one process has."""
@@ -215,27 +224,30 @@ class Setting:
     tolerance: float
     tasks: Sequence[Task] = ()
 
-    def parts(self, i: int, r: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield what a rank holds of a tensor of the whole: in which of its tensors, where there, and the positions.
+    @cached_property
+    def parts(self) -> list[list[list[Part]]]:
+        """For each tensor of the whole, what each rank holds of it; tied tensors of the rank count once."""
+        return [[list(self._parts(i, mine)) for mine in self.held] for i in range(len(self.spans))]
 
-        Tied tensors of the rank count once.
-        """
+    def _parts(self, i: int, held: Sequence[Held]) -> Iterator[Part]:
         span = self.spans[i]
-        for k, h in enumerate(self.held[r]):
+        for k, h in enumerate(held):
             inside = span.holds(h.index)
-            if h.first and (inside.any() or (span.kind == "input" and k == i)):
-                yield k, inside, h.index[inside] - span.start
+            if h.first and (inside.any() or (span.kind == "input" and k == i)):  # of an input also no rows
+                yield Part(k, inside, h.index[inside] - span.start)
 
     def pieces(self, i: int, each: Sequence[Sequence[Tensor]]) -> list[list[Piece]]:
         """Return the pieces of a tensor of the whole, given what each rank has for its tensors."""
-        return [[Piece(index, mine[k][inside]) for k, inside, index in self.parts(i, r)] for r, mine in enumerate(each)]
+        ranks = zip(self.parts[i], each, strict=True)
+        return [[Piece(p.positions, mine[p.leaf][p.inside]) for p in parts] for parts, mine in ranks]
 
     def along(self, directions: Mapping[int, Tensor], r: int) -> dict[int, Tensor]:
         """Return the directions of a rank's tensors, given those of tensors of the whole."""
         found: dict[int, Tensor] = {}
         for i, v in directions.items():
-            for k, inside, index in self.parts(i, r):
-                found.setdefault(k, torch.zeros(inside.shape, dtype=v.dtype))[inside] = v.flatten()[index]
+            for p in self.parts[i][r]:
+                of_tensor = found.setdefault(p.leaf, torch.zeros(p.inside.shape, dtype=v.dtype))
+                of_tensor[p.inside] = v.flatten()[p.positions]
         return found
 
     def quantity(
@@ -320,7 +332,7 @@ def _gradients(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]
         for i, span in enumerate(setting.spans):
             if span.trained and (span.kind == "parameter" or setting.batch.asked or not own):
                 pieces, said = setting.pieces(i, of_ranks), said_of(setting.asked.placements, span.name)
-                held = [mine[k] for r, mine in enumerate(setting.held) for k, *_ in setting.parts(i, r)]
+                held = [setting.held[r][p.leaf] for r, parts in enumerate(setting.parts[i]) for p in parts]
                 reduced = {axis for h in held for group in h.groups for axis in setting.ranks.axes_of(group) or ()}
                 reduced |= {*(setting.reduction if own else setting.asked.reduced)}
                 done = reduced if span.kind == "parameter" else ()
