@@ -56,7 +56,7 @@ class Batch:
         """Return the variables as tensors of the whole, whose numbers begin here."""
         found: list[Span] = []
         for name in self.variables:
-            found.append(Span(name, "input", start, self.tensors[name].detach().requires_grad_(), first=True))
+            found.append(Span(name, "input", start, self.tensors[name].detach(), first=True))
             start = found[-1].end
         return found
 

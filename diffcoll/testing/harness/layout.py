@@ -294,8 +294,8 @@ class Span(NamedTuple):
 
     @property
     def trained(self) -> bool:
-        """Whether it is an input or a parameter with a gradient, under its first name."""
-        return self.first and self.kind != "buffer" and self.tensor.requires_grad
+        """Whether it is an input, or a parameter with a gradient, under its first name."""
+        return self.kind == "input" or (self.first and self.kind == "parameter" and self.tensor.requires_grad)
 
     def holds(self, index: Tensor) -> Tensor:
         """Whether positions are those of this tensor."""
