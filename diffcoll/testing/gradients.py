@@ -165,7 +165,7 @@ def check_gradients(
             parallelism, and it counts once. By default each rank's tensors are variables of their own, and the losses
             are summed.
         order: 2: check a Hessian-vector product too.
-        on: "simulated", and backends for real processes: "gloo".
+        on: "simulated", and backends for real processes: "gloo"; as in `assert_matches_single_process`.
         timeout: seconds that each run on processes may take.
 
     Returns:
@@ -181,7 +181,8 @@ def check_gradients(
     given: list[Any] = per_rank_arguments(_CHECK, per_rank)
     with torch.inference_mode(False), closing(Machines(timeout)) as machines:
         packed = pack(_CHECK, "fn", Subject(fn, module), torch.double)
-        report = Checking(machines, packed, given, placements or {}, order).report(on)
+        checking = Checking(machines, packed, given, placements or {}, order)
+        report = concluded(checking, [checking.ranks], on)
     if not report.ok:
         raise GradientMismatchError(report)
     return report

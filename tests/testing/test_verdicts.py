@@ -483,6 +483,12 @@ def test_nothing_of_the_users_is_modified():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_within_inference_mode():
+    """Its tensors can have no gradient outside of it."""
+    with torch.inference_mode():
+        matches(summed(value, batch=rows(8), ranks=EVEN, order=2))
+
+
 def test_rows_in_another_order_hide_local_statistics():
     """Moments of permuted rows are equal, and those of mirrored ones to second order."""
     half = rows(4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from diffcoll.core.errors import message
 from diffcoll.core.trees import tree_flatten, tree_paths
-from diffcoll.testing.harness.layout import NAME, RANKS, Placement, Ranks, placed, said_of, split_axes
+from diffcoll.testing.harness.layout import NAME, RANKS, Placement, Ranks, Span, placed, said_of, split_axes
+from diffcoll.testing.harness.packing import Subject
 from diffcoll.testing.numbers import differentiable
 
 
@@ -20,21 +21,18 @@ class Batch:
     """The arguments of one process, or of one rank.
 
     Args:
-        fn: the function that gets them, which names them.
+        subject: the function that gets them, which names them.
         tree: the arguments; floating-point tensors get gradients, or, if any requires one, only those.
-        skip: how many arguments of the function come before.
         dtype: what floating-point tensors are converted to; None: nothing is.
         name: what errors begin with.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], tree: Any, skip: int, dtype: torch.dtype | None = None, name: str = NAME
-    ) -> None:
+    def __init__(self, subject: Subject, tree: Any, dtype: torch.dtype | None = None, name: str = NAME) -> None:
         leaves, self._rebuild = tree_flatten(tree)
         for kind in {type(leaf) for leaf in leaves if _hides_tensors(leaf)}:
             got, remedy = f"a {kind.__name__} with tensors inside", "use dict(…) or torch.utils._pytree's registration"
             raise ValueError(message(name, "batch", got, "a tree of tuples, lists, dicts and namedtuples", remedy))
-        self._leaves = dict(zip(_names(fn, tree, skip), leaves, strict=True))
+        self._leaves = dict(zip(_names(subject, tree), leaves, strict=True))
         #: The tensors by name.
         self.tensors = {name: _converted(x, dtype) for name, x in self._leaves.items() if isinstance(x, Tensor)}
         #: Whether some tensors require gradients, and the others are no variables.
@@ -53,6 +51,14 @@ class Batch:
             part = x.detach().clone() if index is None else x.detach().flatten()[index[name]]
             found[name] = part.requires_grad_(name in self.variables)
         return self._rebuild(list(found.values()))
+
+    def spans(self, start: int) -> list[Span]:
+        """Return the variables as tensors of the whole, whose numbers begin here."""
+        found: list[Span] = []
+        for name in self.variables:
+            found.append(Span(name, "input", start, self.tensors[name].detach(), first=True))
+            start = found[-1].end
+        return found
 
     def positions(self, ranks: Ranks, placements: Mapping[str, Placement]) -> dict[str, list[Tensor]]:
         """Return the positions of each tensor on each rank."""
@@ -87,6 +93,11 @@ class Batch:
                 found[f"ones of {name}"] = [int((part != 0).sum()) for part in parts]
         return {words: k for words, k in found.items() if len(set(k)) > 1}
 
+    def shares(self) -> dict[str, float]:
+        """Return the parts of masks that are one, in words."""
+        masks = {name: x for name, x in self.tensors.items() if x.numel() and bool(((x == 0) | (x == 1)).all())}
+        return {f"the part of {name} that is one": float(x.detach().double().mean().real) for name, x in masks.items()}
+
 
 def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     if x.is_complex():
@@ -94,11 +105,12 @@ def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
 
-def _names(fn: Callable[..., Any], tree: Any, skip: int) -> list[str]:
+def _names(subject: Subject, tree: Any) -> list[str]:
     """Return a name for each leaf: that of the function's argument, and the path within it."""
+    fn = subject.fn.forward if isinstance(subject.fn, nn.Module) else subject.fn
     try:
-        every = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
-        arguments = [p.name for p in every if p.kind < p.VAR_POSITIONAL][skip:]
+        arguments = [p.name for p in inspect.signature(fn).parameters.values() if p.kind < p.VAR_POSITIONAL]
+        arguments = arguments[subject.module is not None :]
     except (TypeError, ValueError):
         arguments = []
     if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
@@ -115,6 +127,18 @@ def _hides_tensors(leaf: Any) -> bool:
     """Whether a leaf holds tensors that would not be divided, such as a dataclass or a `UserDict`."""
     held = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if hasattr(leaf, "__dict__") else ()
     return not isinstance(leaf, Tensor) and any(isinstance(x, Tensor) for x in held)
+
+
+def refuse_unmoved(name: str, argument: str, spans: Sequence[Span], moved: Sequence[bool]) -> None:
+    """Raise if no tensor moves the loss, or no parameter of the module."""
+    expected = "a loss with a gradient, or a changed module"
+    if not any(moved):
+        got, remedy = "results that depend on no tensor", "remove detach() and no_grad, or choose other data"
+        raise ValueError(message(name, argument, got, expected, remedy))
+    of_module = [some for span, some in zip(spans, moved, strict=True) if span.trained and span.kind == "parameter"]
+    if of_module and not any(of_module):
+        got, remedy = "parameters of which none has a gradient", "use the argument, and not another copy"
+        raise ValueError(message(name, "module", got, "the module that the function uses", remedy))
 
 
 def refuse_equal(name: str, argument: str, parts: Mapping[int, Mapping[str, Tensor]], permuted: bool = False) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Quantity:
     """One quantity, as the ranks have it, and as one process has it."""
 
     what: str
-    #: "value", "output", "gradient", "second order" or "state".
+    #: "value", "output", "gradient", "second order", "state", or "move": how far the call moved a parameter.
     group: str
     wanted: Tensor
     #: For each rank its pieces; a rank may have several of a tensor that is tied, or none.
@@ -63,7 +63,8 @@ class Quantity:
     #: The axes over which the check, or somebody later, sums it, and what it multiplies it by then.
     axes: tuple[str, ...] = ()
     factor: float = 1.0
-    #: Whether it is the gradient of an input.
+    #: The number of the tensor of the whole that it is of, and whether that is an input; −1: it is of the result.
+    leaf: int = -1
     of_input: bool = False
     #: Whether it is printed and not failed.
     excused: bool = False
@@ -194,6 +195,15 @@ class Asked:
     tolerance: float | None
 
 
+class Part(NamedTuple):
+    """The numbers of a tensor of the whole that a rank holds in one of its tensors."""
+
+    leaf: int
+    #: Which of the rank's numbers they are, and which of the whole's.
+    inside: Tensor
+    positions: Tensor
+
+
 @dataclass(frozen=True)
 class Setting:
     """One run, before it starts: what each rank gets, how what it has makes up the whole, and what one process has."""
@@ -207,24 +217,38 @@ class Setting:
     reduction: Mapping[str, str]
     asked: Asked
     outputs: Sequence[Fit]
-    #: The tensors of the whole module, and what each rank holds of them.
+    #: The variables of the batch, followed by the tensors of the whole module, and the tensors of each rank.
     spans: Sequence[Span]
     held: Sequence[Sequence[Held]]
     notes: Sequence[str]
     tolerance: float
     tasks: Sequence[Task] = ()
 
-    def part(self, directions: Mapping[int, Tensor], r: int) -> dict[int, Tensor]:
-        """Return the part that a rank has of directions of the tensors of one process."""
-        count, inputs = len(self.batch.variables), dict[int, Tensor]()
-        module = torch.zeros(max((span.end for span in self.spans), default=0), dtype=torch.double)
-        for k, v in directions.items():
-            if k < count:
-                inputs[k] = v.flatten()[self.index[self.batch.variables[k]][r]]
-            else:
-                module[self.spans[k - count].start : self.spans[k - count].end] = v.flatten()
-        of_module = {count + k: h.of(module) for k, h in enumerate(self.held[r]) if h.first}
-        return inputs | {k: v for k, v in of_module.items() if v.any()}
+    @cached_property
+    def parts(self) -> list[list[list[Part]]]:
+        """For each tensor of the whole, what each rank holds of it; tied tensors of the rank count once."""
+        return [[list(self._parts(i, mine)) for mine in self.held] for i in range(len(self.spans))]
+
+    def _parts(self, i: int, held: Sequence[Held]) -> Iterator[Part]:
+        span = self.spans[i]
+        for k, h in enumerate(held):
+            inside = span.holds(h.index)
+            if h.first and (inside.any() or (span.kind == "input" and k == i)):  # of an input also no rows
+                yield Part(k, inside, h.index[inside] - span.start)
+
+    def pieces(self, i: int, each: Sequence[Sequence[Tensor]]) -> list[list[Piece]]:
+        """Return the pieces of a tensor of the whole, given what each rank has for its tensors."""
+        ranks = zip(self.parts[i], each, strict=True)
+        return [[Piece(p.positions, mine[p.leaf][p.inside]) for p in parts] for parts, mine in ranks]
+
+    def along(self, directions: Mapping[int, Tensor], r: int) -> dict[int, Tensor]:
+        """Return the directions of a rank's tensors, given those of tensors of the whole."""
+        found: dict[int, Tensor] = {}
+        for i, v in directions.items():
+            for p in self.parts[i][r]:
+                of_tensor = found.setdefault(p.leaf, torch.zeros(p.inside.shape, dtype=v.dtype))
+                of_tensor[p.inside] = v.flatten()[p.positions]
+        return found
 
     def quantity(
         self,
@@ -235,11 +259,12 @@ class Setting:
         said: Placement | None = None,
         least: float = 0.0,
         reduced: Collection[str] = (),
-        of_input: bool = False,
+        leaf: int = -1,
     ) -> Quantity:
         """Return a quantity, to be summed over axes unless it is `reduced`; `least` is the least unit of errors."""
         axes, factor = list(partial_axes(said)), 1.0
-        if group not in ("output", "state"):
+        of_input = leaf >= 0 and self.spans[leaf].kind == "input"
+        if group in ("value", "gradient", "second order"):
             held = [torch.cat([torch.arange(0), *(p.index.flatten() for p in mine)]) for mine in pieces]
             split = split_axes(held, self.ranks)
             summed = [axis for axis in self.reduction if axis not in split and axis not in reduced]
@@ -247,7 +272,7 @@ class Setting:
             axes, factor = list(dict.fromkeys(summed + axes)), 1 / math.prod(self.ranks.sizes[a] for a in means)
         tolerance = self.tolerance * (30 if group == "second order" else 1)  # rounding errors are amplified
         unit = max(largest(wanted), least)
-        return Quantity(what, group, wanted, pieces, self.ranks, unit, tolerance, tuple(axes), factor, of_input)
+        return Quantity(what, group, wanted, pieces, self.ranks, unit, tolerance, tuple(axes), factor, leaf, of_input)
 
 
 def quantities(setting: Setting, each: Sequence[Measured]) -> list[Quantity]:
@@ -271,7 +296,7 @@ def scale_of(q: Quantity, ratio: float | None) -> str:
 def _outputs(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
     whole = setting.whole
     for i, (wanted, fit) in enumerate(zip(whole.outputs, setting.outputs, strict=True)):
-        number, ys = f"[{i}]" if len(whole.outputs) > 1 else "", [m.outputs[i] for m in each]
+        number, ys = whole.numbered(i), [m.outputs[i] for m in each]
         pieces = [[] if j is None else [Piece(j, y)] for j, y in zip(fit.index, ys, strict=True)]
         said = said_of(setting.asked.placements, f"output{number}")
         if wanted.dim() or not differentiable(wanted):
@@ -296,7 +321,7 @@ def _together(ys: Sequence[Tensor], wanted: Tensor) -> Tensor:
 
 
 def _gradients(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
-    own, whole, variables = any(m.own_backward for m in each), setting.whole, setting.batch.variables
+    own, whole = any(m.own_backward for m in each), setting.whole
     if not own and not any(whole.has_graph):
         return
     orders = [("gradient", [m.gradients for m in (whole, *each)])]
@@ -304,37 +329,29 @@ def _gradients(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]
         orders.append(("second order", [m.second for m in (whole, *each)]))
     for group, (of_whole, *of_ranks) in orders:
         least = SMALL * largest(*of_whole)
-        for i, name in enumerate(variables if setting.batch.asked or not own else ()):
-            pieces = [[Piece(setting.index[name][r], mine[i])] for r, mine in enumerate(of_ranks)]
-            said = said_of(setting.asked.placements, name)
-            yield setting.quantity(f"{group} of {name}", group, of_whole[i], pieces, said, least, of_input=True)
-        for i, span in enumerate(setting.spans, len(variables)):
-            if span.trained:
-                pieces = [_of_span(span, setting.held[r], mine[len(variables) :]) for r, mine in enumerate(of_ranks)]
-                groups = {g for mine in setting.held for h in mine if span.holds(h.index).any() for g in h.groups}
-                reduced = {a for g in groups for a in setting.ranks.axes_of(g) or ()}
-                done = setting.reduction if own else {*reduced, *setting.asked.reduced}
-                said = said_of(setting.asked.placements, span.name)
-                yield setting.quantity(f"{group} of {span.name}", group, of_whole[i], pieces, said, least, done)
-
-
-def _of_span(span: Span, held: Sequence[Held], tensors: Sequence[Tensor]) -> list[Piece]:
-    """Return the pieces of a tensor of the whole in what a rank holds; tied tensors of the rank count once."""
-    each = [(h.index, x, span.holds(h.index)) for h, x in zip(held, tensors, strict=True) if h.first]
-    return [Piece(index[inside] - span.start, x[inside]) for index, x, inside in each if inside.any()]
+        for i, span in enumerate(setting.spans):
+            if span.trained and (span.kind == "parameter" or setting.batch.asked or not own):
+                pieces, said = setting.pieces(i, of_ranks), said_of(setting.asked.placements, span.name)
+                held = [setting.held[r][p.leaf] for r, parts in enumerate(setting.parts[i]) for p in parts]
+                reduced = {axis for h in held for group in h.groups for axis in setting.ranks.axes_of(group) or ()}
+                reduced |= {*(setting.reduction if own else setting.asked.reduced)}
+                done = reduced if span.kind == "parameter" else ()
+                yield setting.quantity(f"{group} of {span.name}", group, of_whole[i], pieces, said, least, done, i)
 
 
 def _state(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
     """Yield the buffers, and the parameters that the call changed, here or on one process."""
-    count = len(setting.batch.variables)
-    for i, span in enumerate(setting.spans, count):
+    for i, span in enumerate(setting.spans):
+        if span.kind == "input" or not span.first:
+            continue
         wanted, before = setting.whole.state[i], span.tensor.detach().cpu()
-        pieces = [_of_span(span, setting.held[r], m.state[count:]) for r, m in enumerate(each)]
-        least, changed = 0.0, differentiable(wanted) and not torch.equal(wanted, before)
-        if changed and span.kind == "parameter":  # how far it moved, which a small learning rate would hide
+        pieces = setting.pieces(i, [m.state for m in each])
+        group, least, changed = "state", 0.0, differentiable(wanted) and not torch.equal(wanted, before)
+        if changed and span.kind == "parameter":  # which a small learning rate would hide
+            group = "move"
             pieces = [[Piece(p.index, p.got - before.flatten()[p.index].to(p.got.dtype)) for p in m] for m in pieces]
             least = 8 * torch.finfo(before.dtype).eps / setting.tolerance * largest(wanted)
             wanted = wanted - before
-        q = setting.quantity(f"{span.kind} {span.name}", "state", wanted, pieces, least=least)
-        if span.first and (span.kind == "buffer" or changed or not q.ok):
+        q = setting.quantity(f"{span.kind} {span.name}", group, wanted, pieces, least=least, leaf=i)
+        if span.kind == "buffer" or changed or not q.ok:
             yield q

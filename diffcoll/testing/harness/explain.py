@@ -8,18 +8,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from diffcoll.testing.harness.compare import Quantity, Setting, quantities, scale_of
+from diffcoll.testing.harness.compare import Quantity, scale_of
 from diffcoll.testing.harness.cuts import Cuts, of_all_ranks
 from diffcoll.testing.harness.differences import differences
 from diffcoll.testing.harness.layout import RANKS, Ranks
-from diffcoll.testing.harness.matching import Matching, OtherShape, Run
+from diffcoll.testing.harness.matching import Check, Matching, OtherShape, Run
 from diffcoll.testing.harness.rank import Measured, losses_along
 from diffcoll.testing.harness.report import Report, together
 from diffcoll.testing.harness.submodules import first_differences
@@ -29,47 +29,46 @@ from diffcoll.testing.numbers import differentiable, largest, near, numbers, rea
 _MOST = 6
 
 
-def concluded(matching: Matching, settings: Sequence[Ranks], on: Sequence[str]) -> Report:
+def concluded(check: Check, settings: Sequence[Ranks], on: Sequence[str]) -> Report:
     """Run everything, and return the report."""
     first, *others = on
-    runs = [_attempt(matching, first, ranks, i > 0) for i, ranks in enumerate(settings)]
+    runs = [_attempt(check, first, ranks, i > 0) for i, ranks in enumerate(settings)]
     wrong = [run for run in runs if not run.table.ok]
     observed: list[str] = []
     for kind in others:
         if wrong:
-            again = _attempt(matching, kind, wrong[0].ranks, True) if first == "simulated" else wrong[0]
+            again = _attempt(check, kind, wrong[0].ranks, True) if first == "simulated" else wrong[0]
             if again.table.ok:
                 runs.append(again)
                 words = "state that ranks of one process share, such as a cache"
                 observed.append(f"wrong on simulated ranks, right on {kind}: {words}")
             break
-        more = [_attempt(matching, kind, ranks, True) for ranks in settings]
+        more = [_attempt(check, kind, ranks, True) for ranks in settings]
         wrong = [run for run in more if not run.table.ok]
         runs += more
         if wrong:
             observed.append(f"right on {first} ranks, wrong on {kind}")
             break
     notes = dict.fromkeys(note for run in runs for note in _notes(run))
-    report = Report("assert_matches_single_process", tuple(run.table for run in runs), notes=tuple(notes))
+    report = Report(check.name, tuple(run.table for run in runs), notes=tuple(notes))
     if not wrong:
         return replace(report, condition=_condition(runs))
     observed += _of_runs(runs)
     chosen = min(wrong, key=lambda run: (not run.quantities, len(set(run.ranks.rows)) > 1))
     observed += [str(chosen.error)] * isinstance(chosen.error, OtherShape)
-    cuts: tuple[str, ...] = ()
-    if chosen.quantities and chosen.setting is not None:
-        view = _Wrong(matching, chosen, chosen.setting)
+    if chosen.quantities:
+        view = _BesideOne(check, chosen) if isinstance(check, Matching) else _Wrong(check, chosen)
         observed += view.lines()
-        cuts = tuple(view.cuts)
+        report = replace(report, cuts=tuple(view.cuts), notes=(*notes, *check.notes_on_cuts * bool(view.cuts)))
     by_shape = any(run.quantities and run.setting is not None and run.setting.notes for run in wrong)
     condition = "if what `shard` makes anew is divided as its shapes say, see the notes" if by_shape else ""
-    return replace(report, observed=tuple(dict.fromkeys(observed)), cuts=cuts, condition=condition)
+    return replace(report, observed=tuple(dict.fromkeys(observed)), condition=condition)
 
 
-def _attempt(matching: Matching, on: str, ranks: Ranks, keep: bool) -> Run:
+def _attempt(check: Check, on: str, ranks: Ranks, keep: bool) -> Run:
     """Run, and with `keep` keep the error if one is raised."""
     try:
-        return matching.run(on, ranks)
+        return check.run(on, ranks)
     except Exception as error:
         if not (keep or isinstance(error, OtherShape)):
             raise
@@ -112,37 +111,36 @@ def _of_runs(runs: Sequence[Run]) -> Iterator[str]:
         yield f"right on up to {max(r.size for r in right)} ranks, wrong on {min(r.size for r in wrong)}"
 
 
-@dataclass(eq=False)
 class _Wrong:
-    """A run that is wrong."""
+    """A run that is wrong, whatever it is compared with."""
 
-    matching: Matching
-    run: Run
-    setting: Setting
+    reference, fallback = "the derivative of the losses", "not proportional to the derivative of the losses"
 
-    def __post_init__(self) -> None:
-        self.ranks, self.batch, self.tasks = self.run.ranks, self.setting.batch, self.setting.tasks
-        self.wrong = [q for q in self.run.quantities if not q.ok]
+    def __init__(self, check: Check, run: Run) -> None:
+        self.check, self.run, self.ranks = check, run, run.ranks
+        self.wrong = [q for q in run.quantities if not q.ok]
         self.gradients = [q for q in self.wrong if q.group == "gradient"]
+        #: Those whose numbers are looked at.
+        self.explained = self.gradients
+        #: "mean" or "sum" by axis: how the ranks' losses combine.
+        self.reduction: Mapping[str, str] = {}
+        #: Numbers of each rank's part of the batch, and parts of the whole, that a loss may divide by, in words.
+        self.counts: Mapping[str, Sequence[int]] = {}
+        self.shares: Mapping[str, float] = {}
+
+    def experiments(self) -> list[Callable[[], Iterator[str]]]:
+        """Return what runs the program again."""
+        return [self._other_losses, self._undetached, self._orders]
 
     def lines(self) -> list[str]:
         """Return all observations; what several quantities have in common is said once."""
-        lines = list(together((q.what, words) for q in self.wrong for words in self._of_quantity(q)))
+        lines = list(together((q.what, words) for q in self.explained for words in self._of_quantity(q)))
         if any(map(_not_finite, self.wrong)):
             return lines
-        # An experiment may not bear what the program does, and then says nothing.
-        for experiment in (
-            self._own_rows,
-            self._other_losses,
-            self._undetached,
-            self._of_submodules,
-            self._of_forward,
-            self._orders,
-            self._of_one_process,
-        ):
-            with contextlib.suppress(Exception):
+        for experiment in self.experiments():
+            with contextlib.suppress(Exception):  # it may not bear what the program does, and then says nothing
                 lines += list(experiment())
-        return lines or list(together((q.what, "other numbers than on one process") for q in self.wrong))
+        return lines or list(together((q.what, self.fallback) for q in self.explained))
 
     def _named(self, ranks: Iterable[int]) -> str:
         return ", ".join(map(self.ranks.named, dict.fromkeys(ranks)))
@@ -153,6 +151,9 @@ class _Wrong:
         if bad := _not_finite(q):
             empty = all(self.ranks.rows and not self.ranks.rows[r] for r in bad)
             yield f"not finite on rank {self._named(bad)}{', which has no rows' * empty}"
+            return
+        if q.most_allowed is None:
+            yield "the loss is not differentiable here: its two sides have other slopes"
             return
         held = [c for c in q.compared if c.wanted.any()]
         zero = [c.rank for c in held if not c.got.any()]
@@ -172,35 +173,29 @@ class _Wrong:
         ratio = q.ratio(q.compared)
         if ratio is None or abs(ratio - 1) < 1e-7:
             return None
-        scale, share = scale_of(q, ratio), self._share(ratio)
+        scale = scale_of(q, ratio)
+        share = next((words for words, part in self.shares.items() if math.isclose(ratio, part, rel_tol=1e-6)), None)
         many = int((q.wanted.abs() > 1e-6 * (q.unit or 1)).sum()) > 1
         if not (many or scale or (q.group == "value" and share)):
             return None
         size = f"{ratio:.4g}" if abs(ratio - 1) > 1e-3 else f"1 + {ratio - 1:.1e}"
         size += f" = {scale}" if scale else ""
-        moved = q.what.startswith("parameter") and q.group == "state"
-        words = f"moved {size} times as far as on one process" if moved else f"{size} times that of one process"
-        for axis, how in self.setting.reduction.items() if q.group != "state" and (q.axes or q.of_input) else ():
+        words = f"{size} times {self.reference}"
+        if q.group == "move":
+            words = f"moved {size} times as far as on one process"
+        for axis, how in self.reduction.items() if q.axes or q.of_input else ():
             other = "sum" if how == "mean" else "mean"
             if math.isclose(ratio, self.ranks.sizes[axis] ** (1 if how == "sum" else -1), rel_tol=1e-6):
                 return f'{words}, exact under "{other}" over {_axis(axis)}'
         return f"{words}, which is {share}" if share else words
 
-    def _share(self, ratio: float) -> str | None:
-        """Return in words the part of a mask that is one, if a ratio is that."""
-        for name, x in self.batch.tensors.items():
-            share = float((x.detach() != 0).sum()) / x.numel() if x.numel() else 0.0
-            if bool(((x == 0) | (x == 1)).all()) and 0 < share < 1 and math.isclose(ratio, share, rel_tol=1e-6):
-                return f"the part of {name} that is one"
-        return None
-
     def _reduced(self, q: Quantity) -> str | None:
         """Say which other reduction over ranks makes it right."""
         free = self.ranks.axes
         for axes in itertools.chain(*(itertools.combinations(free, k) for k in range(1, len(free) + 1))):
-            if q.group == "state" or q.wanted.numel() < 2 or set(axes) == set(q.axes).intersection(free):
+            if q.group in ("state", "move") or q.wanted.numel() < 2 or set(axes) == set(q.axes).intersection(free):
                 continue
-            averaged = [a for a in axes if self.setting.reduction.get(a) == "mean" and a in q.axes]
+            averaged = [a for a in axes if self.reduction.get(a) == "mean" and a in q.axes]
             factor = q.factor if q.of_input else 1 / math.prod(self.ranks.sizes[a] for a in averaged)
             ratio = q.ratio(q.combined(axes, factor)) or 0.0
             more = [a for a in axes if a not in averaged]
@@ -212,7 +207,7 @@ class _Wrong:
 
     def _weighted(self, q: Quantity) -> str | None:
         """Say which weights of the ranks make it right."""
-        for words, counts in self.batch.counts(self.setting.index).items():
+        for words, counts in self.counts.items():
             mean = sum(counts) / len(counts)
             if mean and q.right(q.combined(weights=[k / mean for k in counts])):
                 return f"right if ranks are weighted by their {words}"
@@ -253,31 +248,19 @@ class _Wrong:
     # ── experiments ──
 
     def _again(self, **more: Any) -> list[Measured]:
-        found: list[Measured] = self.matching.on_ranks(self.run.on, [replace(t, **more) for t in self.tasks])
+        found: list[Measured] = self.check.on_ranks(self.run.on, [replace(t, **more) for t in self.run.tasks])
         return found
-
-    def _own_rows(self) -> Iterator[str]:
-        """Whether each rank returns what one process returns for the rank's own part."""
-        if not any(q.group in ("value", "output") for q in self.wrong) or self.matching.distributed.unpack().shard:
-            return
-        alone = [self.matching.on_one(task.part, backward=False).outputs for task in self.tasks]
-        each = zip([m.outputs for m in self.run.measured], alone, strict=True)
-        if all(near(a, b) for mine, of_one in each for a, b in zip(mine, of_one, strict=True)):
-            yield "each rank returns what one process returns for the rank's own part of the batch alone"
 
     def _other_losses(self) -> Iterator[str]:
         """Which ranks' losses reach a gradient: backward with the loss of one rank at a time."""
         n = self.ranks.size
-        if not self.gradients or not self._losses_differ or n == 1:
+        if not self.gradients or not self.run.own_losses or n == 1:
             return
         #: By gradient: on which ranks it is not zero, for each rank whose loss counts.
         reached: dict[str, list[list[bool]]] = {}
         for q in range(n):
-            each = [
-                [None if w is None else w * float(r == q) for w in t.weights or ()] for r, t in enumerate(self.tasks)
-            ]
-            tasks = [replace(task, weights=weights) for task, weights in zip(self.tasks, each, strict=True)]
-            for found in quantities(self.setting, self.matching.on_ranks(self.run.on, tasks)):
+            tasks = [replace(task, factor=float(r == q)) for r, task in enumerate(self.run.tasks)]
+            for found in self.run.compared(self.check.on_ranks(self.run.on, tasks)):
                 some = [any(bool(p.got.any()) for p in mine) for mine in found.pieces]
                 reached.setdefault(found.what, []).append(some)
         lines = []
@@ -292,45 +275,71 @@ class _Wrong:
     def _undetached(self) -> Iterator[str]:
         """What is right if the user's calls of detach() keep the graph."""
         if self.gradients and any(self.cuts.values()):
-            right = {q.what for q in quantities(self.setting, self._again(undetached=True)) if q.ok}
+            right = {q.what for q in self.run.compared(self._again(undetached=True)) if q.ok}
             words = "right if the calls of detach() and .data below keep the graph"
             yield from together((q.what, words) for q in self.gradients if q.what in right)
 
     @cached_property
-    def _watched(self) -> list[Measured]:
+    def watched(self) -> list[Measured]:
+        """The ranks' results with a record of graph cuts and submodules."""
         return self._again(watched=True)
 
     @cached_property
     def cuts(self) -> Cuts:
         """Where tensors leave the graph of a forward."""
         with contextlib.suppress(Exception):
-            return of_all_ranks(m.cuts for m in self._watched)
+            return of_all_ranks(m.cuts for m in self.watched)
         return {}
+
+    def _orders(self) -> Iterator[str]:
+        if self.wrong and all(q.group == "second order" for q in self.wrong):
+            yield "first order is right: it is the derivative of the backward that differs"
+
+
+class _BesideOne(_Wrong):
+    """A run that differs from one process."""
+
+    reference, fallback = "that of one process", "other numbers than on one process"
+
+    def __init__(self, matching: Matching, run: Run) -> None:
+        super().__init__(matching, run)
+        assert run.setting is not None
+        self.matching, self.setting, self.batch = matching, run.setting, run.setting.batch
+        self.explained, self.reduction = self.wrong, run.setting.reduction
+        self.counts, self.shares = self.batch.counts(run.setting.index), self.batch.shares()
+
+    def experiments(self) -> list[Callable[[], Iterator[str]]]:
+        return [self._own_rows, *super().experiments(), self._of_submodules, self._of_forward, self._of_one_process]
+
+    def _own_rows(self) -> Iterator[str]:
+        """Whether each rank returns what one process returns for the rank's own part."""
+        if not any(q.group in ("value", "output") for q in self.wrong) or self.matching.subject.shard:
+            return
+        alone = [self.matching.on_one(task.part, backward=False).outputs for task in self.run.tasks]
+        each = zip([m.outputs for m in self.run.measured], alone, strict=True)
+        if all(near(a, b) for mine, of_one in each for a, b in zip(mine, of_one, strict=True)):
+            yield "each rank returns what one process returns for the rank's own part of the batch alone"
 
     def _of_submodules(self) -> Iterator[str]:
         """The first submodules that differ."""
-        if self.matching.spans and any(q.group != "state" for q in self.wrong):
+        if self.matching.of_module and any(q.group not in ("state", "move") for q in self.wrong):
             whole = self.matching.whole(self.batch, watched=True).traces
-            means = [self.ranks.sizes[a] for a, how in self.setting.reduction.items() if how == "mean"]
+            means = [self.ranks.sizes[a] for a, how in self.reduction.items() if how == "mean"]
             factors = [1.0, float(math.prod(means))]
-            tensors = {span.name: span.tensor.detach().cpu() for span in self.setting.spans}
-            yield from first_differences(whole, [m.traces for m in self._watched], self.ranks, factors, tensors)
+            tensors = {span.name: span.tensor.detach().cpu() for span in self.matching.of_module}
+            yield from first_differences(whole, [m.traces for m in self.watched], self.ranks, factors, tensors)
 
     def _of_forward(self) -> Iterator[str]:
         """Whether backward gives the derivative of what the ranks return, along a random direction of each tensor."""
-        h, names = 1e-4, [*self.batch.variables, *(span.name for span in self.setting.spans)]
+        h = 1e-4
         wrong = [q for q in self.gradients if q.of_input or {*self.ranks.axes} <= {*q.axes}][:_MOST]
-        at = [
-            names.index(q.what.removeprefix("gradient of "), 0 if q.of_input else len(self.batch.variables))
-            for q in wrong
-        ]
         precise = all(q.wanted.dtype in (torch.double, torch.complex128) for q in self.gradients)
-        if not wrong or not precise or not self._losses_differ:
+        if not wrong or not precise or not self.run.own_losses:
             return
-        along = [numbers(tuple(q.wanted.shape), q.wanted.dtype, len(q.what), 0, 5) for q in wrong]
-        each = [{i: h * v} for i, v in zip(at, along, strict=True)]
-        per_rank = [[self.setting.part(direction, r) for direction in each] for r in range(self.ranks.size)]
-        losses = self.matching.on_ranks(self.run.on, self.tasks, losses_along, per_rank, range(self.ranks.size))
+        along = [numbers(tuple(q.wanted.shape), q.wanted.dtype, q.leaf, 0, 5) for q in wrong]
+        each = [{q.leaf: h * v} for q, v in zip(wrong, along, strict=True)]
+        per_rank = [[self.setting.along(direction, r) for direction in each] for r in range(self.ranks.size)]
+        losses = self.matching.on_ranks(self.run.on, self.run.tasks, losses_along, per_rank, range(self.ranks.size))
         lines = []
         for q, v, wanted in zip(wrong, along, differences(self.run.measured, losses, [h] * len(wrong)), strict=True):
             got = sum(float(real_inner(v.flatten()[p.index], p.got)) for mine in q.pieces for p in mine)
@@ -340,15 +349,6 @@ class _Wrong:
                 words = "backward gives the derivative of what the ranks return; it is the forward that differs"
             lines += [(q.what, words)] * (wanted.rounding < 1e-6 * scale)
         yield from together(sorted(lines, key=lambda line: "does not" in line[1]))
-
-    @property
-    def _losses_differ(self) -> bool:
-        """Whether every rank has a loss of its own, and the check calls backward."""
-        return {*self.ranks.axes} <= {*self.setting.reduction} and not any(m.own_backward for m in self.run.measured)
-
-    def _orders(self) -> Iterator[str]:
-        if self.wrong and all(q.group == "second order" for q in self.wrong):
-            yield "first order is right: it is the derivative of the backward that differs"
 
     def _of_one_process(self) -> Iterator[str]:
         """Whether one process itself has other numbers with other seeds, or rounds them so."""

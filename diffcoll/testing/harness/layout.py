@@ -67,8 +67,8 @@ class Ranks:
         return [axis for axis, n in self.sizes.items() if n > 1]
 
     def __str__(self) -> str:
-        if self.rows:
-            return f"rows {', '.join(map(str, self.rows))}"
+        if [*self.sizes] == [RANKS]:
+            return f"rows {', '.join(map(str, self.rows))}" if self.rows else ""
         return f"mesh {', '.join(f'{axis}={n}' for axis, n in self.sizes.items())}"
 
     def at(self, rank: int) -> Coordinates:
@@ -277,9 +277,10 @@ def settled_output(name: str, whole: Tensor, got: Sequence[Tensor], said: Placem
 
 
 class Span(NamedTuple):
-    """A tensor of the whole module, and where its numbers begin among those of all; tied ones begin at one place."""
+    """A tensor of the whole, and where its numbers begin among those of all; tied ones begin at one place."""
 
     name: str
+    #: "input", "parameter" or "buffer".
     kind: str
     start: int
     tensor: Tensor
@@ -293,8 +294,8 @@ class Span(NamedTuple):
 
     @property
     def trained(self) -> bool:
-        """Whether it is a parameter with a gradient, under its first name."""
-        return self.first and self.kind == "parameter" and self.tensor.requires_grad
+        """Whether it is an input, or a parameter with a gradient, under its first name."""
+        return self.kind == "input" or (self.first and self.kind == "parameter" and self.tensor.requires_grad)
 
     def holds(self, index: Tensor) -> Tensor:
         """Whether positions are those of this tensor."""
@@ -396,10 +397,6 @@ class Held:
         if index is None:
             return self
         return replace(self, index=index + span.start, write=span.tensor.detach().flatten()[index])
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return its part of the numbers of all tensors of the module; zero where it has none of them."""
-        return torch.where(self.index >= 0, whole[self.index.clamp(min=0)], 0) if len(whole) else whole
 
 
 def local(x: Any) -> Tensor:

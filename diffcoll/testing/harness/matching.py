@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from diffcoll.core import expect
 from diffcoll.core.errors import message
-from diffcoll.testing.harness.batch import Batch
+from diffcoll.testing.harness.batch import Batch, refuse_unmoved
 from diffcoll.testing.harness.compare import Asked, Quantity, Setting, quantities, tolerance_of
 from diffcoll.testing.harness.layout import (
     NAME,
@@ -29,9 +30,9 @@ from diffcoll.testing.harness.layout import (
     spans,
     split_axes,
 )
-from diffcoll.testing.harness.packing import Packed
+from diffcoll.testing.harness.packing import Packed, Subject
 from diffcoll.testing.harness.rank import DIRECTIONS, Machines, Measured, Task, layout_on_rank, measured, weight_of
-from diffcoll.testing.harness.report import Row, Table, title_of
+from diffcoll.testing.harness.report import Row, Table
 from diffcoll.testing.numbers import differentiable, numbers
 
 #: An error below so many times what is allowed may be rounding.
@@ -47,19 +48,20 @@ class OtherShape(Exception):
         super().__init__(f"{what}: shapes {shapes} on the ranks, {tuple(whole.shape)} on one process")
 
 
-def _output(i: int, whole: Measured) -> str:
-    return f"output[{i}]" if len(whole.outputs) > 1 else "output"
-
-
 @dataclass(eq=False)
 class Run:
     """The results of one run, or the error that was raised instead."""
 
     on: str
     ranks: Ranks
-    setting: Setting | None = None
+    tasks: Sequence[Task] = ()
     measured: Sequence[Measured] = ()
     quantities: list[Quantity] = field(default_factory=list)
+    #: What compares other results of the ranks.
+    compared: Callable[[Sequence[Measured]], list[Quantity]] = lambda each: []
+    #: Whether every rank has a loss of its own, and the check calls backward.
+    own_losses: bool = False
+    setting: Setting | None = None
     error: Exception | None = None
 
     @cached_property
@@ -70,24 +72,52 @@ class Run:
             rows = [Row(self.error.what, "all", math.inf, None, False, 0.0, mismatched=True)]
         elif self.error is not None:
             raised = f"{type(self.error).__name__}: {self.error}"
-        return Table(title_of(self.on, self.ranks.size, str(self.ranks)), self.ranks.size, tuple(rows), raised)
+        n = self.ranks.size
+        title = ", ".join(filter(None, (self.on, f"{n} rank{'s' * (n != 1)}", str(self.ranks))))
+        return Table(title, n, tuple(rows), raised)
 
 
 @dataclass(eq=False)
-class Matching:
-    """A distributed program, the same on one process, and how they are compared."""
+class Check(ABC):
+    """A program on ranks, and what its gradients are compared with."""
 
     machines: Machines
     distributed: Packed
+    #: What reports begin with, and notes of a report that has graph cuts.
+    name: ClassVar[str]
+    notes_on_cuts: ClassVar[tuple[str, ...]] = ()
+
+    @cached_property
+    def subject(self) -> Subject:
+        """A copy of the user's function and module, to look at."""
+        return self.distributed.unpack()
+
+    @cached_property
+    def of_module(self) -> list[Span]:
+        """The tensors of the whole module."""
+        return [] if self.subject.module is None else spans(self.subject.module)
+
+    def spans(self, batch: Batch) -> list[Span]:
+        """Return the variables of a batch, followed by the tensors of the whole module."""
+        return [*batch.spans(max((span.end for span in self.of_module), default=0)), *self.of_module]
+
+    @abstractmethod
+    def run(self, on: str, ranks: Ranks) -> Run:
+        """Measure on the ranks, and compare."""
+
+    def on_ranks(self, on: str, tasks: Sequence[Task], fn: Callable[..., Any] = measured, *more: Sequence[Any]) -> Any:
+        """Measure on the ranks."""
+        return self.machines.run(on, fn, [self.distributed] * len(tasks), tasks, *more)
+
+
+@dataclass(eq=False)
+class Matching(Check):
+    """A distributed program, the same on one process, and how they are compared."""
+
+    name = NAME
     single: Packed
     asked: Asked
     _settings: dict[str, Setting] = field(default_factory=dict)
-
-    @cached_property
-    def spans(self) -> list[Span]:
-        """The tensors of the whole module."""
-        module = self.single.unpack().module
-        return [] if module is None else spans(module)
 
     # ── one process ──
 
@@ -100,52 +130,37 @@ class Matching:
 
     def whole(self, batch: Batch, **more: Any) -> Measured:
         """Measure the whole batch on one process."""
-        return self.on_one(batch.part(), directions=self._directions(batch), **more)
+        return self.on_one(batch.part(), directions=self._directions(self.spans(batch)), **more)
 
-    def _directions(self, batch: Batch) -> dict[int, Tensor]:
-        """Return random directions of the tensors of one process, for second order."""
-        if self.asked.order == 1:
-            return {}
-        tensors = [batch.tensors[name] for name in batch.variables]
-        tensors += [span.tensor if span.first else torch.tensor(0) for span in self.spans]
-        each = enumerate(tensors)
-        return {k: numbers(tuple(x.shape), x.dtype, k, 0, DIRECTIONS) for k, x in each if differentiable(x)}
+    def _directions(self, each: Sequence[Span]) -> dict[int, Tensor]:
+        """Return random directions of tensors of the whole, for second order."""
+        tensors = {i: s.tensor for i, s in enumerate(each if self.asked.order > 1 else ()) if s.trained}
+        return {i: numbers(tuple(x.shape), x.dtype, i, 0, DIRECTIONS) for i, x in tensors.items()}
 
     def batch(self, ranks: Ranks) -> Batch:
         """Return the whole batch."""
-        tree, subject = self.asked.batch, self.single.unpack()
+        tree = self.asked.batch
         if callable(tree) and not isinstance(tree, Tensor):
             if not ranks.rows:
                 raise TypeError(message(NAME, "batch", "a function with a mesh", "the batch itself", "call it"))
             tree = tree(sum(ranks.rows))
-        skip = int(subject.module is not None)
-        batch = Batch(self.distributed.unpack().fn, tree, skip, self.asked.dtype)
-        if not batch.variables and not self.spans:
+        batch = Batch(self.subject, tree, self.asked.dtype)
+        if not batch.variables and not self.of_module:
             got = f"{len(batch.tensors)} tensors, none with floating-point numbers"
             raise ValueError(message(NAME, "batch", got, "a tensor that can have a gradient, or a module"))
         return batch
 
-    def _refuse_nothing(self, batch: Batch, whole: Measured) -> None:
+    def _refuse_nothing(self, spans: Sequence[Span], whole: Measured) -> None:
         """Raise if one process has nothing to compare with."""
-        names = [*batch.variables, *(span.name for span in self.spans)]
-        each = [(f"value[{i}]", y) for i, y in enumerate(whole.outputs) if y.dim() == 0]
-        each += [(f"gradient of {name}", g) for name, g in zip(names, whole.gradients, strict=True)]
-        if bad := [what for what, x in each if differentiable(x) and not x.isfinite().all()]:
+        each = list(zip(spans, whole.gradients, whole.state, strict=True))
+        found = [(f"value{whole.numbered(i)}", y) for i, y in enumerate(whole.outputs) if y.dim() == 0]
+        found += [(f"gradient of {span.name}", g) for span, g, _ in each]
+        if bad := [what for what, x in found if differentiable(x) and not x.isfinite().all()]:
             got = f"NaN or infinity in {', '.join(bad)}"
             raise ValueError(message(NAME, "single", got, "finite numbers to compare with", "choose other data"))
-        count = len(batch.variables)
-        changed = [not torch.equal(x, s.tensor.detach()) for s, x in zip(self.spans, whole.state[count:], strict=True)]
-        if whole.own_backward or any(changed):
-            return
-        expected = "a loss or outputs with a gradient, or a changed module"
-        if not whole.outputs or (any(whole.has_graph) and not any(g.any() for g in whole.gradients)):
-            got, remedy = "nothing to compare with", "remove detach() and no_grad, or choose other data"
-            raise ValueError(message(NAME, "single", got, expected, remedy))
-        of_module = zip(self.spans, whole.gradients[count:], strict=True)
-        trained = [bool(g.any()) for span, g in of_module if span.tensor.requires_grad]
-        if any(whole.has_graph) and trained and not any(trained):
-            got, remedy = "parameters of which none has a gradient", "use the argument, and not another copy"
-            raise ValueError(message(NAME, "module", got, expected, remedy))
+        changed = any(span.kind != "input" and not torch.equal(x, span.tensor.detach()) for span, _, x in each)
+        if not (whole.own_backward or changed or (whole.outputs and not any(whole.has_graph))):
+            refuse_unmoved(NAME, "single", spans, [bool(g.any()) for g in whole.gradients])
 
     # ── ranks ──
 
@@ -156,18 +171,20 @@ class Matching:
         asked, batch = self.asked, self.batch(ranks)
         index = batch.positions(ranks, asked.placements)
         reduction = self._reduction(ranks, index)
-        whole = self.whole(batch)
-        self._refuse_nothing(batch, whole)
+        whole, spans = self.whole(batch), self.spans(batch)
+        self._refuse_nothing(spans, whole)
         outputs = ["output", *(f"output[{i}]" for i in range(len(whole.outputs)))]
-        refuse_unknown(NAME, asked.placements, [*batch.tensors, *(span.name for span in self.spans), *outputs])
+        refuse_unknown(NAME, asked.placements, [*batch.tensors, *(span.name for span in self.of_module), *outputs])
         held, notes = self._held(on, ranks)
         written = [{h.name: h.write for h in mine if h.write is not None} for mine in held]
         parts = [batch.part({name: i[r] for name, i in index.items()}) for r in range(ranks.size)]
         tasks = [Task(ranks, part, write) for part, write in zip(parts, written, strict=True)]
         fits = self._outputs(on, ranks, whole, tasks)
-        tensors = [*batch.tensors.values(), *(span.tensor for span in self.spans), *whole.outputs]
+        tensors = [*batch.tensors.values(), *(span.tensor for span in spans), *whole.outputs]
         tolerance = asked.tolerance or tolerance_of(tensors)
-        found = Setting(ranks, batch, index, whole, reduction, asked, fits, self.spans, held, notes, tolerance)
+        inputs = [span for span in spans if span.kind == "input"]
+        held = [[*(Held(s.name, s.start + index[s.name][r]) for s in inputs), *mine] for r, mine in enumerate(held)]
+        found = Setting(ranks, batch, index, whole, reduction, asked, fits, spans, held, notes, tolerance)
         tasks = [self._weighted(task, found, r) for r, task in enumerate(tasks)]
         return self._settings.setdefault(str(ranks), replace(found, tasks=tasks))
 
@@ -191,16 +208,16 @@ class Matching:
 
     def _held(self, on: str, ranks: Ranks) -> tuple[list[list[Held]], list[str]]:
         """Return what each rank holds of the module."""
-        subject, n = self.distributed.unpack(), ranks.size
-        if subject.module is None or subject.shard is None:
-            every = [(torch.arange(s.start, s.end).view(s.tensor.shape), s) for s in self.spans]
+        n = ranks.size
+        if self.subject.module is None or self.subject.shard is None:
+            every = [(torch.arange(s.start, s.end).view(s.tensor.shape), s) for s in self.of_module]
             return [[Held(s.name, index, first=s.first) for index, s in every]] * n, []
         each = [self.distributed] * n, [ranks] * n
         try:
             held = self.machines.run(on, layout_on_rank, *each, [True] * n)
         except Exception:  # it may not bear numbers like these, and then names and shapes have to say what it does
             held = self.machines.run(on, layout_on_rank, *each, [False] * n)
-        return settled(self.spans, held, self.asked.placements, ranks)
+        return settled(self.of_module, held, self.asked.placements, ranks)
 
     def _outputs(self, on: str, ranks: Ranks, whole: Measured, tasks: Sequence[Task]) -> list[Fit]:
         """Return the positions of each output; a forward on the ranks shows the shapes of all but numbers."""
@@ -210,7 +227,7 @@ class Matching:
         each = self.on_ranks(on, [replace(task, weights=[None] * len(whole.outputs), backward=False) for task in tasks])
         found = []
         for i, y in enumerate(whole.outputs):
-            name, got = _output(i, whole), [m.outputs[i] for m in each]
+            name, got = f"output{whole.numbered(i)}", [m.outputs[i] for m in each]
             fit = settled_output(name, y, got, said_of(self.asked.placements, name), ranks) if y.dim() else number
             if fit is None:
                 raise OtherShape(name, y, got)
@@ -225,11 +242,7 @@ class Matching:
             split = split_axes([torch.arange(0) if j is None else j for j in fit.index], setting.ranks)
             means = [setting.ranks.sizes[axis] for axis in split if setting.reduction.get(axis) == "mean"]
             weights.append(None if weight is None or index is None else math.prod(means) * weight.flatten()[index])
-        return replace(task, weights=weights, directions=setting.part(self._directions(setting.batch), r))
-
-    def on_ranks(self, on: str, tasks: Sequence[Task], fn: Callable[..., Any] = measured, *more: Sequence[Any]) -> Any:
-        """Measure on the ranks."""
-        return self.machines.run(on, fn, [self.distributed] * len(tasks), tasks, *more)
+        return replace(task, weights=weights, directions=setting.along(self._directions(setting.spans), r))
 
     def run(self, on: str, ranks: Ranks) -> Run:
         """Measure on the ranks and on one process, and compare."""
@@ -238,11 +251,13 @@ class Matching:
         for i, y in enumerate(setting.whole.outputs):
             of_ranks = [m.outputs[i] for m in each]
             if y.dim() == 0 and any(x.numel() != 1 for x in of_ranks):
-                raise OtherShape(_output(i, setting.whole), y, of_ranks)
+                raise OtherShape(f"output{setting.whole.numbered(i)}", y, of_ranks)
         if not setting.whole.own_backward and any(any(m.has_graph) for m in each) > any(setting.whole.has_graph):
             got, remedy = "a result without a gradient, where the ranks' has one", "remove detach() and no_grad"
             raise ValueError(message(NAME, "single", got, "a result with a gradient to compare with", remedy))
-        found = Run(on, ranks, setting, each, quantities(setting, each))
+        own_losses = {*ranks.axes} <= {*setting.reduction} and not any(m.own_backward for m in each)
+        compared = partial(quantities, setting)
+        found = Run(on, ranks, setting.tasks, each, compared(each), compared, own_losses, setting)
         doubtful = [q for q in found.quantities if q.group in ("gradient", "second order") and not q.ok]
         noise = self.noise(found) if any(q.error < _DOUBT * setting.tolerance for q in doubtful) else {}
         for q in doubtful if noise else ():

@@ -78,6 +78,8 @@ class Task:
     #: The weights of the outputs; None: those that `weight_of` gives for this stream, where shape (1,) is a loss.
     weights: Sequence[Tensor | None] | None = None
     stream: int = 0
+    #: What the rank's objective is multiplied by.
+    factor: float = 1.0
     #: Directions v of its tensors: the inputs, followed by those of the module, are numbered in this order.
     directions: Mapping[int, Tensor] = field(default_factory=dict)
     #: How far the tensors are moved along them first; 0: the gradients of ⟨v, the gradients⟩ are measured too.
@@ -109,6 +111,10 @@ class Measured:
     loss: float
     cuts: Cuts
     traces: Traces
+
+    def numbered(self, i: int) -> str:
+        """Return what follows the name of an output."""
+        return f"[{i}]" if len(self.outputs) > 1 else ""
 
     @property
     def scale(self) -> float:
@@ -182,7 +188,7 @@ def measured(packed: Packed, task: Task) -> Measured:
         if len(weights) != len(outputs):
             got = f"{len(outputs)} outputs, where one process has {len(weights)}"
             raise ValueError(message(NAME, "distributed", got, "equally many"))
-        total = objective(weights, outputs)
+        total = task.factor * objective(weights, outputs)
         own = any(x.grad is not None for x in tensors)
         found = Measured([], [y.requires_grad for y in outputs], [], [], [], own, float(total.detach()), cuts, traces)
         if task.backward:

@@ -127,11 +127,6 @@ class GradientMismatchError(AssertionError):
         return GradientMismatchError, (self.report,)
 
 
-def title_of(on: str, n: int, *more: str) -> str:
-    """Return the title of a table: the kind of ranks, N, and what they have."""
-    return ", ".join((on, f"{n} rank{'s' * (n != 1)}", *more))
-
-
 def scale_in_words(ratio: float, sizes: Mapping[str, int], near: float = 1e-3) -> str:
     """Return which power of a size a ratio is, as far as it is near enough; "": none."""
     for name, n in sizes.items():
