@@ -35,14 +35,14 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
 
 test-device: $(READY)
-	DIFFCOLL_TEST_DEVICE=late $(BIN)/python -m pytest tests/late_device $(ARGS)
+	$(BIN)/python -m pytest tests/late_device $(ARGS)
 
 test-gpu: export PYTHONPATH = $(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/nn
 test-gpu: $(if $(DRY),$(READY))
 	$(if $(DRY),$(BIN)/python,$(PYTHON)) -m gpu $(if $(NCCL),--nccl $(NCCL)) $(if $(DRY),--dry) $(ARGS)
 
 test-hosts: $(READY)
-	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(ARGS)
+	$(BIN)/python -m pytest tests/hosts $(ARGS)
 
 # Each planted defect of tests/mutants, and the test that notices it; ARGS="-k averaging" selects.
 mutants: $(READY)
