@@ -7,7 +7,6 @@
 #                    several ranks share the GPU, by a file that tests/gpu/thin_nccl.py makes; DRY=1: on the CPU and gloo,
 #                    in .venv
 # make test-hosts    on hosts made of network namespaces: a cable is pulled, a rank killed; needs root and iproute2
-# make api     what has changed in the public API since the last tag, or REF=…, in a way that breaks users' code
 # make docs    the site of the notes and the reference, in build/docs/index.html; a warning is an error
 # Each but test-gpu on a GPU builds .venv itself when it is missing or older than what it is made from.
 # TORCH=2.15.0 with any of them: on that release of PyTorch, in .venv-torch, which holds one release at a time.
@@ -23,7 +22,7 @@ READY = $(VENV)/ready$(TORCH)
 # Where images set it, every process that a test starts would compile the modules anew: a third of the suite's time.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: verify test test-slow test-device test-gpu test-hosts test-frameworks mutants api docs lint types format clean
+.PHONY: verify test test-slow test-device test-gpu test-hosts test-frameworks mutants docs lint types format clean
 
 verify: $(READY)
 	$(BIN)/python -m diffcoll verify $(ARGS)
@@ -36,14 +35,14 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal --timeout 3600 $(ARGS)
 
 test-device: $(READY)
-	DIFFCOLL_TEST_DEVICE=late $(BIN)/python -m pytest tests/late_device $(ARGS)
+	$(BIN)/python -m pytest tests/late_device $(ARGS)
 
 test-gpu: export PYTHONPATH = $(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/nn
 test-gpu: $(if $(DRY),$(READY))
 	$(if $(DRY),$(BIN)/python,$(PYTHON)) -m gpu $(if $(NCCL),--nccl $(NCCL)) $(if $(DRY),--dry) $(ARGS)
 
 test-hosts: $(READY)
-	DIFFCOLL_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(ARGS)
+	$(BIN)/python -m pytest tests/hosts $(ARGS)
 
 # Each planted defect of tests/mutants, and the test that notices it; ARGS="-k averaging" selects.
 mutants: $(READY)
@@ -51,9 +50,6 @@ mutants: $(READY)
 
 test-frameworks: .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
-
-api: $(READY)
-	$(BIN)/python tests/api_breaks.py $(REF)
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -q -W -n notes build/docs $(ARGS)

@@ -66,17 +66,3 @@ def gradients(run):
         return [x if x is None else x.tolist() for x in found]
 
     return numbers
-
-
-@pytest.fixture
-def status_of(capsys):
-    """Calls a command in this process: the exit status, and what it has printed on both streams."""
-
-    def status_of(main, *arguments):
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
-
-    return status_of

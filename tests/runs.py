@@ -5,7 +5,6 @@ And what tests of many files ask: for the text of an error, what a fresh process
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -17,7 +16,6 @@ from mpi_ranks import MpiRanks
 
 import diffcoll
 from diffcoll.core.torch_private.release import RELEASE
-from diffcoll.engines.rank_state import launched_as
 from diffcoll.testing import RanksFailedError, simulate, spawn
 from diffcoll.testing.spawn import Ranks
 from diffcoll.testing.truth import in_one_graph
@@ -146,25 +144,3 @@ def noted(where, *names, setattr=setattr):
     for name in names:
         setattr(where, name, noting(name, getattr(where, name)))
     return notes
-
-
-@contextlib.contextmanager
-def launched(n, code, *arguments):
-    """Yield n processes that run this code, as a launcher starts ranks on this host, and the port of their store.
-
-    Unlike those of `spawn`, they may be stopped, and end as users' programs do. Those that are left are killed.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    try:
-        for r in range(n):
-            environment = {**os.environ, **launched_as(r, n, port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-c", code, *arguments]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))
-        yield ranks, port
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()

@@ -135,19 +135,3 @@ def test_mentioned_notes_exist():
     }
     assert found
     assert not [(path, note) for path, note in sorted(found) if not (ROOT / note).exists()]
-
-
-@pytest.mark.parametrize(
-    ("page", "belong"), [("alone.md", None), ("steps.md", "STEPS"), ("first.md", "AFTER_THE_FIRST")]
-)
-def test_which_blocks_are_pasted_together(tmp_path, monkeypatch, page, belong):
-    """An error names the line of a block that lacks what another one defines."""
-    if belong:
-        monkeypatch.setitem(globals(), belong, {page})
-    blocks = "a = 1", "assert a == 1\nb = 2", "assert b == 2"
-    (tmp_path / page).write_text("\n".join(f"```python\n{code}\n```" for code in blocks), encoding="utf-8")
-    if belong == "STEPS":
-        run_blocks(tmp_path / page)
-    else:
-        with pytest.raises(AssertionError, match=rf"{page}:{9 if belong else 5}, .* NameError"):
-            run_blocks(tmp_path / page)

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import pkgutil
-import re
 import shutil
 import subprocess
 
@@ -60,35 +59,11 @@ def test_the_picture_of_the_readme_is_measured(conf):
     assert drawing.README.read_text(encoding="utf-8") == drawing.bars(values), "run python notes/drawing.py"
 
 
-def test_every_public_name_has_a_page(conf, tmp_path, monkeypatch):
-    monkeypatch.setattr(conf, "REFERENCE", tmp_path)
-    monkeypatch.setattr(conf, "EXAMPLES", tmp_path / "examples")
-    conf.write_reference(None)
-    pages = {path.stem for path in tmp_path.iterdir()}
-    assert (tmp_path / "examples" / "simclr.rst").exists()
-    for name in conf.MODULES:
-        module = importlib.import_module(name)
-        for public in getattr(module, "__all__", diffcoll.collectives.COLLECTIVES):
-            assert f"{name}.{public}" in pages, public
+def test_the_reference_has_every_public_module(conf):
     folders = {f"diffcoll.{module.name}" for module in pkgutil.iter_modules(diffcoll.__path__)}
     folders -= {"diffcoll.__main__", "diffcoll.cli", "diffcoll.integrations"}
     offered = {name for name in folders if hasattr(importlib.import_module(name), "__all__")}
-    assert offered <= {*conf.MODULES}
-    assert "usage: diffcoll verify" in (tmp_path / "commands.rst").read_text(encoding="utf-8")
-
-
-def test_every_page_is_in_the_contents(conf):
-    notes = ROOT / "notes"
-    pages = {path.relative_to(notes).with_suffix("").as_posix() for path in notes.rglob("*.md")} - {"README"}
-    assert len(pages) > 40
-    found = []
-    for index in notes.rglob("README.md"):
-        name = index.relative_to(notes).with_suffix("").as_posix()
-        source = [index.read_text(encoding="utf-8")]
-        conf.add_contents(None, name, source)
-        listed = re.search(r"```{toctree}\n:hidden:\n\n(.*)\n```\n$", source[0], re.DOTALL)[1].split("\n")
-        found += [(index.parent / page).relative_to(notes).as_posix() for page in listed]
-    assert sorted(found) == sorted({*pages, "reference/index"})
+    assert offered and offered <= {*conf.MODULES}
 
 
 #: What newcomers look for, and the page that answers.

@@ -1,7 +1,7 @@
 """Accelerate: DDP takes the mean over ranks, `backward` divides by the number of micro-batches."""
 
 import accelerate
-from trainings import as_it_is, loop, sgd, with_and_without_averager
+from trainings import CLIP, TOKENS, Way, loop, sgd
 
 import diffcoll as dc
 
@@ -21,5 +21,4 @@ def accelerated(averages):
     return train
 
 
-RIGHT = with_and_without_averager(accelerated, passed=as_it_is)
-FACTORS = [("Accelerate", RIGHT[f"{kind}: pairs"]) for kind in ("DDP", "GradientAverager")]
+ROWS = [("Accelerate", Way(accelerated(averages), of)) for averages in (False, True) for of in (CLIP, TOKENS)]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from trainings import TOKENS, Training, Way, ddp, layers, loop, normal, sgd, summed
+from trainings import TOKENS, Training, Way, ddp, layers, loop, normal, sgd
 
 import diffcoll as dc
 
@@ -60,17 +60,19 @@ def compiled(model, updates, loss):
 
 
 WIDE = Training(lambda: layers(*[300] * 5), normal(300, 300), nt_xent, sizes=((3, 2, 4),))
-RIGHT = {
-    "the loss outside": Way(ddp()),
-    "the loss within": Way(within()),
-    "unused parameters are looked for": Way(ddp(find_unused_parameters=True)),
-    "static graph": Way(ddp(static_graph=True, sync="always")),
-    "small buckets": Way(within(bucket_cap_mb=1e-4)),
-    "encoders computed again": Way(within("encoders")),
-    "the loss computed again": Way(within("all")),
-    "a sum over ranks": Way(ddp(hook=summing), passed=summed),
-    "scale outside, averaged": Way(scale_outside),
-    "tokens": Way(ddp(), TOKENS),
-    "compiled": Way(compiled, WIDE, micro_batches=(1,)),
-}
-FACTORS = [("DDP", Way(ddp())), ("DDP with a hook that sums", Way(ddp(hook=summing)))]
+SAME = [
+    ddp(),
+    ddp(find_unused_parameters=True),
+    ddp(static_graph=True, sync="always"),
+    within(),
+    within(bucket_cap_mb=1e-4),
+    within("encoders"),
+    within("all"),
+    scale_outside,
+]
+ROWS = [
+    *(("DDP", Way(train)) for train in SAME),
+    ("DDP", Way(ddp(), TOKENS)),
+    ("DDP", Way(compiled, WIDE, micro_batches=(1,))),
+    ("DDP with a hook that sums", Way(ddp(hook=summing))),
+]

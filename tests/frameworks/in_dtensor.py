@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from trainings import CLIP, RANKS, TOKENS, Way, loop, of_tokens, sgd, summed
+from trainings import CLIP, RANKS, Way, loop, sgd
 
 import diffcoll as dc
 
@@ -56,7 +56,7 @@ def mesh_of_data():
     return mesh
 
 
-def average(*modules):
+def average(modules):
     """Average by hand what tensor parallelism has split."""
     pieces = [p.grad.to_local() for module in modules for p in module.parameters()]
     for piece, mean in zip(pieces, dc.all_reduce(pieces, "mean"), strict=True):
@@ -70,38 +70,17 @@ def tensor_parallel(by_fsdp):
         parallelize_module(model, mesh["tp"], {"image": gathered, "text": gathered})
         for encoder in encoders if by_fsdp else ():
             fully_shard(encoder, mesh=mesh["dp"])
-        before_step = (lambda: None) if by_fsdp else (lambda: average(*encoders))
+        before_step = (lambda: None) if by_fsdp else (lambda: average(encoders))
         loop(model, updates, loss, averager=dc.GradientAverager([model.scale]), before_step=before_step)
 
     return train
 
 
-def vocabulary(model, updates, _):
-    """The last layer's 7 outputs are over "tp"."""
-    mesh, (first, tanh, head) = mesh_of_data(), model
-    averager = dc.GradientAverager(first)
-    parallelize_module(head, mesh["tp"], ColwiseParallel())
-
-    def cross_entropy(x, labels, reduction):
-        weight, bias = head.weight.to_local(), head.bias.to_local()
-        return dc.nn.functional.vocab_parallel_cross_entropy(
-            x, weight, labels, bias_shard=bias, reduction=reduction, group=mesh["tp"]
-        )
-
-    def loss(model, batch, update):
-        return of_tokens(lambda x: tanh(first(x)), batch, update, cross_entropy) / len(update)
-
-    loop(model, updates, loss, averager=averager, before_step=lambda: average(head))
-
-
-RIGHT = {
-    "this rank's rows": Way(replicated(local_rows), CHUNKS, summed),
-    "this rank's weights": Way(replicated(local_weights), passed=summed),
-    "tensor parallel, FSDP": Way(tensor_parallel(by_fsdp=True), copies=2),
-    "tensor parallel, averaged by hand": Way(tensor_parallel(by_fsdp=False), copies=2),
-    "vocabulary": Way(vocabulary, TOKENS, copies=2),
-}
-FACTORS = [
-    ("DTensor: rows `Shard(0)`, weights `Replicate()`", Way(replicated(local_rows), CHUNKS)),
-    ("Tensor parallel × FSDP, six ranks", Way(tensor_parallel(by_fsdp=True), copies=2)),
+WEIGHTS = "DTensor: rows `Shard(0)`, weights `Replicate()`"
+PARALLEL = "Tensor parallel × FSDP, six ranks"
+ROWS = [
+    (WEIGHTS, Way(replicated(local_rows), CHUNKS)),
+    (WEIGHTS, Way(replicated(local_weights))),
+    (PARALLEL, Way(tensor_parallel(by_fsdp=True), copies=2)),
+    (PARALLEL, Way(tensor_parallel(by_fsdp=False), copies=2)),
 ]

@@ -4,7 +4,7 @@ import contextlib
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from trainings import TOKENS, Way, loop, summed
+from trainings import TOKENS, Way, loop
 
 import diffcoll as dc
 
@@ -39,18 +39,9 @@ def scale_outside(model, updates, loss):
     loop(model, updates, loss, averager=dc.GradientAverager([model.scale]))
 
 
-RIGHT = {
-    "each encoder": Way(fsdp()),
-    "the root alone": Way(fsdp(parts=())),
-    "sent once": Way(fsdp(sync="last"), micro_batches=(2,)),
-    "HSDP 1 × 3": Way(fsdp(shape=(1, 3))),
-    "HSDP 3 × 1": Way(fsdp(shape=(3, 1))),
-    "a sum over ranks": Way(fsdp(factor=1.0), passed=summed),
-    "scale outside, averaged": Way(scale_outside),
-    "tokens": Way(fsdp(parts=()), TOKENS),
-}
-FACTORS = [
-    ("FSDP2, and HSDP", Way(fsdp())),
-    ("FSDP2, and HSDP", Way(fsdp(shape=(1, 3)))),
+SAME = fsdp(), fsdp(parts=()), fsdp(sync="last"), fsdp(shape=(1, 3)), fsdp(shape=(3, 1)), scale_outside
+ROWS = [
+    *(("FSDP2, and HSDP", Way(train)) for train in SAME),
+    ("FSDP2, and HSDP", Way(fsdp(parts=()), TOKENS)),
     ("FSDP2, `set_gradient_divide_factor(1.0)` on each module", Way(fsdp(factor=1.0))),
 ]

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
-from trainings import CLIP, TOKENS, Training, Way, as_it_is, layers, loop, normal, sgd, with_and_without_averager
+from trainings import CLIP, TOKENS, Training, Way, layers, loop, normal, sgd
 
 import diffcoll as dc
 from diffcoll.integrations.lightning import GradientAveragerStrategy
@@ -33,7 +33,7 @@ class ByHand(Module):
     def training_step(self, update, batch_idx):
         optimizer = self.optimizers()
         for batch in update:
-            self.manual_backward(self.loss(self.net, batch, update))
+            self.manual_backward(self.loss(self.net, batch, update) / len(update))  # nobody else divides
         optimizer.step()
         optimizer.zero_grad()
 
@@ -61,7 +61,7 @@ def by_hand(strategy):
 
 def fitted_twice(model, updates, loss):
     """The strategy detaches its averager when a fit ends: DDP may follow."""
-    for strategy, half in (("ours", updates[:10]), ("ddp", updates[10:])):
+    for strategy, half in (("ours", updates[:3]), ("ddp", updates[3:])):
         lightning(strategy)(model, half, loss)
 
 
@@ -99,21 +99,19 @@ def mean_of_squares(model, batch, update):
 
 BATCH_NORM = Training(normalized, normal(6), mean_of_squares)
 CLIPPED = dataclasses.replace(CLIP, max_norm=0.3)
-RIGHT = {
+CONVERTED = dataclasses.replace(CLIP, model=rounded)
+WAYS = [
     # The Trainer converts the model before the strategy makes an averager of it.
-    "converted": Way(
-        lightning("ours", nn.Module.float, precision="64-true"), dataclasses.replace(CLIP, model=rounded), as_it_is
-    ),
-    "a second fit": Way(fitted_twice, passed=as_it_is),
-    **with_and_without_averager(fabric, "Fabric, "),
-}
+    Way(lightning("ours", nn.Module.float, precision="64-true"), CONVERTED),
+    Way(fitted_twice),
+]
 for name in ("ddp", "ours"):
-    RIGHT |= {
-        f"{name}: pairs": Way(lightning(name), passed=as_it_is),
-        f"{name}: tokens": Way(lightning(name), TOKENS, as_it_is),
-        f"{name}: batch norm": Way(lightning(name, dc.nn.convert_sync_batchnorm), BATCH_NORM, as_it_is),
-        f"{name}: clipped": Way(lightning(name, gradient_clip_val=0.3), CLIPPED, as_it_is),
-        f"{name}: manual optimization": Way(by_hand(name)),
-    }
-FACTORS = [("Lightning Trainer", RIGHT[f"{name}: pairs"]) for name in ("ddp", "ours")]
-FACTORS += [("Fabric", RIGHT[f"Fabric, {name}: pairs"]) for name in ("DDP", "GradientAverager")]
+    WAYS += [
+        Way(lightning(name)),
+        Way(lightning(name), TOKENS),
+        Way(lightning(name, dc.nn.convert_sync_batchnorm), BATCH_NORM),
+        Way(lightning(name, gradient_clip_val=0.3), CLIPPED),
+        Way(by_hand(name)),
+    ]
+ROWS = [("Lightning Trainer", way) for way in WAYS]
+ROWS += [("Fabric", Way(fabric(averages), of)) for averages in (False, True) for of in (CLIP, TOKENS)]

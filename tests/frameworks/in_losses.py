@@ -12,7 +12,7 @@ from pytorch_metric_learning.trainers import MetricLossOnly
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from trainings import CLIP, EQUAL, ROWS, Training, Way, ddp, layers, normal, of_page, sgd
+from trainings import CLIP, EQUAL, SIZES, Training, Way, ddp, layers, normal, of_page, sgd
 
 import diffcoll as dc
 
@@ -38,17 +38,17 @@ LIGHTLY = {
 }
 
 
-def of_views(name, sizes=ROWS):
+def of_views(name, sizes=SIZES):
     return Training(encoder, normal(6, 6), lambda model, views, update: LIGHTLY[name](*map(model, views)), sizes)
 
 
 def lightly(name):
-    def train(model, updates, _):
+    def train(model, updates, loss):
         without_torchvision()
         import lightly.loss
 
         criterion = getattr(lightly.loss, name)(gather_distributed=True, **SMALL.get(name, {}))
-        ddp()(model, updates, lambda model, views, update: criterion(*map(model, views)))
+        ddp()(model, updates, lambda model, views, update: criterion(*map(model, views)) / loss.factor)
 
     return train
 
@@ -59,7 +59,8 @@ Ours = of_page("README.md", "Loss")
 
 
 def metric_learning(make_loss):
-    def train(model, updates, _):
+    def train(model, updates, loss):
+        assert loss.factor == 1
         batches = [batch for update in updates for batch in update]
         dataset = [row for x, labels in batches for row in zip(x, labels, strict=True)]
         MetricLossOnly(
@@ -113,7 +114,8 @@ class OpenClip(nn.Module):
 def open_clip(divides_the_scale):
     """Return a function that trains with `train_one_epoch`; each update is one of `accum_freq` batches."""
 
-    def train(towers, updates, _):
+    def train(towers, updates, loss):
+        assert loss.factor == 1
         without_torchvision("ftfy")
         from open_clip_train.train import train_one_epoch
 
@@ -122,7 +124,7 @@ def open_clip(divides_the_scale):
 
         steps = len(updates[0])
 
-        def loss(logit_scale, **features):
+        def of_features(logit_scale, **features):
             if divides_the_scale:  # its gradient, which each of the backward calls has whole
                 logit_scale = logit_scale / steps + (logit_scale - logit_scale / steps).detach()
             return of_page("open_clip.md", "loss")(logit_scale=logit_scale, **features)
@@ -134,7 +136,7 @@ def open_clip(divides_the_scale):
         args.rank = args.local_rank = dc.get_rank()
         args.world_size, args.batch_size, args.log_every_n_steps = 3, 3, 1000
         model = DistributedDataParallel(OpenClip(towers))
-        train_one_epoch(model, data, loss, 0, sgd(model), None, None, None, args)
+        train_one_epoch(model, data, of_features, 0, sgd(model), None, None, None, args)
 
     return train
 
@@ -148,17 +150,14 @@ ALL_ROWS = dataclasses.replace(CLIP, loss=of_all_rows)
 
 # ── all ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-RIGHT = {
-    **{f"lightly {name}": Way(ddp(), of_views(name)) for name in LIGHTLY},
-    "pytorch-metric-learning": Way(metric_learning(Ours), LABELLED, micro_batches=(1,)),
-    "open_clip, the scale's gradient divided": Way(open_clip(divides_the_scale=True), ALL_ROWS),
-}
+OPEN_CLIP = "open_clip, a loss of `dc.nn`"
 WRAPPED = "pytorch-metric-learning, its `DistributedLossWrapper(SupConLoss()"
-FACTORS = [
+ROWS = [
     *(("lightly, a loss of `dc.nn`", Way(ddp(), of_views(name))) for name in LIGHTLY),
     *((f"lightly, its `{name}`", Way(lightly(name), of_views(name, EQUAL))) for name in LIGHTLY),
     ("pytorch-metric-learning, a loss of `dc.nn`", Way(metric_learning(Ours), LABELLED)),
     (f"{WRAPPED})`", Way(metric_learning(wrapped), LABELLED_EQUAL)),
     (f"{WRAPPED}, efficient=True)`", Way(metric_learning(partial(wrapped, efficient=True)), LABELLED_EQUAL)),
-    ("open_clip, a loss of `dc.nn`", Way(open_clip(False), dataclasses.replace(ALL_ROWS, sizes=EQUAL))),
+    (OPEN_CLIP, Way(open_clip(divides_the_scale=False), ALL_ROWS)),
+    (None, Way(open_clip(divides_the_scale=True), ALL_ROWS)),
 ]

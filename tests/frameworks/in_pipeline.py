@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from trainings import Training, Way, as_it_is, layers, normal, parameters, sgd
+from trainings import Training, Way, layers, normal, parameters, sgd
 
 import diffcoll as dc
 
@@ -61,13 +61,10 @@ def of_all_stages(model, group):
 
 #: Micro-batches of a rank have as many rows; ranks of "dp" have not.
 PAIRS = Training(lambda: layers(6, 6, 6), normal(6, 6), clip, sizes=((3, 2, 4),))
-RIGHT = {
-    "FSDP": Way(pipeline(), PAIRS, as_it_is, (2,), 2),
-    "GradientAverager": Way(pipeline(by_fsdp=False), PAIRS, as_it_is, (2,), 2),
-    "1F1B": Way(pipeline(schedule=Schedule1F1B), PAIRS, as_it_is, (2,), 2),
-    "nobody divides": Way(pipeline(scale_grads=False), PAIRS, micro_batches=(2,), copies=2),
-}
-FACTORS = [
-    ("Pipeline schedules × FSDP, six ranks", RIGHT["FSDP"]),
-    ("Pipeline schedules, `scale_grads=False`", RIGHT["nobody divides"]),
+DIVIDED = "Pipeline schedules × FSDP, six ranks"
+ROWS = [
+    (DIVIDED, Way(pipeline(), PAIRS, copies=2)),
+    (DIVIDED, Way(pipeline(by_fsdp=False), PAIRS, copies=2)),
+    (DIVIDED, Way(pipeline(schedule=Schedule1F1B), PAIRS, (2,), copies=2)),
+    ("Pipeline schedules, `scale_grads=False`", Way(pipeline(scale_grads=False), PAIRS, copies=2)),
 ]

@@ -24,6 +24,8 @@ class Encoder(nn.Module):
         return {**features, "sentence_embedding": self.layers(features["sentence_embedding"])}
 
 
+Trainer = sentence_transformers.SentenceTransformerTrainer
+TRAINERS = Trainer, averaging(Trainer)
 Ranking = of_page("sentence-transformers.md", "Ranking")
 
 
@@ -31,10 +33,11 @@ def ranking(encoder, batch, update):
     return Ranking(encoder)([{"sentence_embedding": x} for x in batch], None)
 
 
-def trainer(loss=Ranking, kind=sentence_transformers.SentenceTransformerTrainer):
-    """Return a function that trains by the trainer; `loss` takes the SentenceTransformer."""
+def trainer(make_loss=Ranking, kind=Trainer):
+    """Return a function that trains by the trainer; `make_loss` takes the SentenceTransformer."""
 
-    def train(encoder, updates, _):
+    def train(encoder, updates, loss):
+        assert loss.factor == 1
         batches = iter([batch for update in updates for batch in update])
 
         def next_batch(_):
@@ -47,28 +50,21 @@ def trainer(loss=Ranking, kind=sentence_transformers.SentenceTransformerTrainer)
         model = sentence_transformers.SentenceTransformer(modules=[encoder])
         rows = range(dc.get_world_size() * len(updates) * len(updates[0]))
         data = datasets.Dataset.from_dict({"row": list(rows)})
-        kind(model, arguments, train_dataset=data, loss=loss(model), data_collator=next_batch).train()
+        kind(model, arguments, train_dataset=data, loss=make_loss(model), data_collator=next_batch).train()
         return parameters(encoder)
 
     return train
 
 
 TRIPLETS = Training(Encoder, normal(6, 6, 6), ranking)
-TRAINERS = {
-    "DDP": sentence_transformers.SentenceTransformerTrainer,
-    "GradientAverager": averaging(sentence_transformers.SentenceTransformerTrainer),
-}
 THEIRS = [
     functools.partial(losses.MultipleNegativesRankingLoss, gather_across_devices=True),
     functools.partial(losses.CachedMultipleNegativesRankingLoss, gather_across_devices=True, mini_batch_size=2),
 ]
-RIGHT = {name: Way(trainer(kind=kind), TRIPLETS) for name, kind in TRAINERS.items()}
 MULTIPLE = "its `MultipleNegativesRankingLoss`, cached or not, `gather_across_devices=True`"
-FACTORS = [
-    ("sentence-transformers, a loss of `dc.nn`", RIGHT["DDP"]),
-    *(
-        (f"sentence-transformers, {MULTIPLE}", Way(trainer(loss, kind), dataclasses.replace(TRIPLETS, sizes=EQUAL)))
-        for kind in TRAINERS.values()
-        for loss in THEIRS
-    ),
+ROWS = [("sentence-transformers, a loss of `dc.nn`", Way(trainer(kind=kind), TRIPLETS)) for kind in TRAINERS]
+ROWS += [
+    (f"sentence-transformers, {MULTIPLE}", Way(trainer(loss, kind), dataclasses.replace(TRIPLETS, sizes=EQUAL)))
+    for kind in TRAINERS
+    for loss in THEIRS
 ]

@@ -54,5 +54,4 @@ def averaged(model, updates, loss):
     loop(model, updates, loss, averager=dc.GradientAverager(model))
 
 
-RIGHT = {"PPO": Way(averaged, Training(agent, rollouts, ppo, sizes=((3, 2, 4), (2, 5, 1))))}
-FACTORS = [("TorchRL", RIGHT["PPO"])]
+ROWS = [("TorchRL", Way(averaged, Training(agent, rollouts, ppo, sizes=((3, 2, 4), (2, 5, 1)))))]

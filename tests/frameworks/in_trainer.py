@@ -8,32 +8,17 @@ import contextlib
 import functools
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
-from trainings import RATE, TOKENS, Way
+from trainings import RATE, TOKENS, Way, of_page
 
 import diffcoll as dc
-
-
-def clip(outputs, labels=None, num_items_in_batch=None):
-    return dc.nn.functional.clip_loss(*outputs["logits"])
-
-
-def clip_for_a_sum(*arguments, **options):
-    return clip(*arguments, **options) / dc.get_world_size()
-
-
-def tokens(outputs, labels, num_items_in_batch):
-    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
 
 class Plain(nn.Module):
     """What a Trainer trains: a forward with names of columns, which returns a loss of pairs, too."""
 
-    config = None  # label smoothing reads it
-
-    def __init__(self, inner, loss=clip):
+    def __init__(self, inner, loss):
         super().__init__()
         self.inner, self.loss = inner, loss
 
@@ -85,8 +70,20 @@ OPTIONS |= {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constan
 OPTIONS |= {"num_train_epochs": 1, "per_device_train_batch_size": 1}
 
 
-def trainer(loss=None, model=Plain, kind=transformers.Trainer, labelled=True, scaled=None, **options):
-    """Return a function that trains with the Trainer, whose loader deals out one batch to each rank in turn."""
+def batch_loss(loss):
+    """Return a `compute_loss_func` of pairs."""
+    return lambda outputs, labels=None, num_items_in_batch=None: loss(lambda: outputs["logits"], (), None)
+
+
+def token_loss(_):
+    return of_page("trainer.md", "mean_over_tokens")
+
+
+def trainer(kind=transformers.Trainer, model=Plain, func=None, labelled=True, **options):
+    """Return a function that trains with the Trainer, whose loader deals out one batch to each rank in turn.
+
+    func: makes the argument `compute_loss_func` of the loss.
+    """
 
     def columns(x, y):
         """Of pairs the labels are there and mean nothing."""
@@ -94,44 +91,40 @@ def trainer(loss=None, model=Plain, kind=transformers.Trainer, labelled=True, sc
             return {"x": x, "labels": y}
         return {"x": x, "y": y, **({"labels": torch.zeros(len(x), dtype=torch.long)} if labelled else {})}
 
-    def train(inner, updates, _):
+    def train(inner, updates, loss):
         data = [columns(*batch) for update in updates for batch in update for _ in range(dc.get_world_size())]
         more = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": len(updates[0])}
         arguments = transformers.TrainingArguments("unused", **OPTIONS, **more, **options)
-        collate = lambda items: dict(items[0])  # noqa: E731
-        made = kind(model(inner), arguments, compute_loss_func=loss, train_dataset=data, data_collator=collate)
-        if scaled is not None:
-            made.loss_is_scaled_for_ga = scaled
-        made.train()
+        kind(
+            model(inner, batch_loss(loss)),
+            arguments,
+            compute_loss_func=func and func(loss),
+            train_dataset=data,
+            data_collator=lambda items: dict(items[0]),
+        ).train()
 
     return train
 
 
 OWN_COUNTS = {"average_tokens_across_devices": False}
-RIGHT = {
-    "compute_loss": Way(trainer(kind=DividedLoss, model=Keywords)),
-    "GradientAverager": Way(trainer(kind=averaging(DividedLoss))),
-    "compute_loss_func": Way(trainer(clip_for_a_sum, scaled=False)),
-    "compute_loss_func, own counts": Way(trainer(clip, scaled=False, **OWN_COUNTS)),
-    "the model's own loss": Way(trainer(model=functools.partial(Keywords, loss=clip_for_a_sum), scaled=False)),
-    "tokens": Way(trainer(tokens), TOKENS),
-    "tokens, keywords": Way(trainer(tokens, Keywords), TOKENS),
-}
-ROWS = {
+ROWS_OF = {
     "`compute_loss` overridden, `loss_is_scaled_for_ga = False`": [
-        trainer(kind=DividedLoss),
-        trainer(kind=DividedLoss, labelled=False),
-        trainer(kind=DividedLoss, model=Keywords),
-        trainer(kind=averaging(DividedLoss)),
+        trainer(DividedLoss),
+        trainer(DividedLoss, labelled=False),
+        trainer(DividedLoss, Keywords),
+        trainer(averaging(DividedLoss)),
     ],
     "`compute_loss` overridden, `**kwargs` in forward, `labels` in the batch": [
-        trainer(kind=OwnLoss, model=Keywords),
-        trainer(kind=OwnLoss, model=Keywords, **OWN_COUNTS),
+        trainer(OwnLoss, Keywords),
+        trainer(OwnLoss, Keywords, **OWN_COUNTS),
     ],
-    "`compute_loss_func`, `labels` in the batch": [trainer(clip), trainer(clip, Keywords)],
+    "`compute_loss_func`, `labels` in the batch": [
+        trainer(func=batch_loss),
+        trainer(model=Keywords, func=batch_loss),
+    ],
     "`compute_loss_func`, no `labels` or `average_tokens_across_devices=False`": [
-        trainer(clip, labelled=False),
-        trainer(clip, **OWN_COUNTS),
+        trainer(func=batch_loss, labelled=False),
+        trainer(func=batch_loss, **OWN_COUNTS),
     ],
     "the model's own loss, `**kwargs` in forward, `labels` in the batch": [trainer(model=Keywords)],
     "the model's own loss, no `**kwargs` or no `labels`": [
@@ -139,4 +132,5 @@ ROWS = {
         trainer(model=Keywords, labelled=False),
     ],
 }
-FACTORS = [(f"Trainer, {row}", Way(train)) for row, trains in ROWS.items() for train in trains]
+ROWS = [(f"Trainer, {row}", Way(train)) for row, trains in ROWS_OF.items() for train in trains]
+ROWS += [(None, Way(trainer(model=model, func=token_loss), TOKENS)) for model in (Plain, Keywords)]

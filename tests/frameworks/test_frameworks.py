@@ -3,12 +3,14 @@
 import importlib
 import importlib.metadata
 import re
+from collections import defaultdict
 
 import pytest
 import torch
+import torch.nn.functional as F
 from runs import ROOT, python
 from test_notes import blocks
-from trainings import UPDATES, as_it_is, parameters
+from trainings import UPDATES, parameters
 
 import diffcoll as dc
 from diffcoll.testing import spawn
@@ -16,90 +18,79 @@ from diffcoll.testing import spawn
 PAGES = ROOT / "notes" / "with"
 TEXT = (PAGES / "README.md").read_text("utf-8")
 NAMES = "ddp fsdp dtensor pipeline lightning accelerate trainer sentence_transformers losses torchmetrics torchrl"
-FRAMEWORKS = {name: importlib.import_module(f"in_{name}") for name in NAMES.split()}
-RIGHT = [
-    pytest.param(framework, k, id=f"{name}-{k}")
-    for name, framework in FRAMEWORKS.items()
-    for k in sorted({k for way in framework.RIGHT.values() for k in way.micro_batches})
-]
-LINES = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \| .* \|$", TEXT, re.MULTILINE)
+#: Of each framework, rows of the table, or None if a loss is passed as it is, and ways to train.
+ROWS = {name: importlib.import_module(f"in_{name}").ROWS for name in NAMES.split()}
 #: The factors of a loss that is passed as it is, with one micro-batch and with two, by the row of the table.
 TABLE = {
     re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row): {1: one, 2: two}
-    for row, one, two in LINES
-    if re.fullmatch(r"\d|wrong", one)
+    for row, one, two in re.findall(r"^\| (.*?) \| (\d|wrong) \| (.*?) \| .* \|$", TEXT, re.MULTILINE)
 }
 
 
-def on_ranks(ways, micro_batches, updates):
-    """Return {name: each rank's parameters}, each on a fresh model; ways of one training share a start of ranks."""
+def measured(rows, micro_batches):
+    """Yield each row with its way, and the factor that the table says."""
+    for row, way in rows:
+        factor = TABLE[row][micro_batches] if row else "1"
+        if micro_batches in way.micro_batches and factor != "–":
+            yield row, way, factor
+
+
+def on_ranks(trainings, micro_batches, updates):
+    """Return every rank's parameters of each (way, factor): a fresh model is trained on the loss / factor.
+
+    Ways of one training share a start of ranks.
+    """
 
     def on_rank(together, mine):
-        found = {}
-        for name, way in together.items():
+        found = []
+        for way, factor in together:
 
-            def loss(model, batch, update, way=way):
-                return way.passed(way.training.loss(model, batch, update), update)
+            def loss(model, batch, update, way=way, factor=factor):
+                return way.training.loss(model, batch, update) / factor
 
+            loss.factor = factor
             model = way.training.model()
-            try:
-                found[name] = way.train(model, mine, loss) or parameters(model)
-            except Exception as error:
-                raise AssertionError(f"{name} raises") from error
+            found.append(way.train(model, mine, loss) or parameters(model))
             dc.set_default_group(None)
         return found
 
-    found = {}
-    for training, copies in {(way.training, way.copies) for way in ways.values()}:
-        together = {name: way for name, way in ways.items() if (way.training, way.copies) == (training, copies)}
+    groups, found = defaultdict(list), {}
+    for i, (way, _) in enumerate(trainings):
+        groups[way.training, way.copies].append(i)
+    for (training, copies), chosen in groups.items():
         batches = [mine for mine in training.batches(micro_batches, updates) for _ in range(copies)]
-        ranks = spawn(on_rank, [together] * len(batches), batches, timeout=100)
-        found |= {name: [rank[name] for rank in ranks] for name in together}
-    return found
-
-
-@pytest.mark.parametrize(("framework", "micro_batches"), RIGHT)
-def test_as_one_process(framework, micro_batches):
-    ways = {name: way for name, way in framework.RIGHT.items() if micro_batches in way.micro_batches}
-    for name, ranks in on_ranks(ways, micro_batches, UPDATES).items():
-        expected = ways[name].training.on_one_process(micro_batches)
-        for found in ranks:
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=f"{name}: {{}}".format)
-            torch.testing.assert_close(found, ranks[0], rtol=0, atol=0, msg=f"{name} between ranks: {{}}".format)
-
-
-def factor(training, ranks, micro_batches):
-    """Return what the gradients of one process are multiplied by, as the table says it; the scale's, if it is another.
-
-    "wrong": another direction, "differs": not one value on all ranks.
-    """
-    start, expected = parameters(training.model()), training.on_one_process(micro_batches, 1)
-
-    def of(name):
-        if not all(torch.equal(ranks[0][name], rank[name]) for rank in ranks):
-            return "differs"
-        found, right = ranks[0][name] - start[name], expected[name] - start[name]
-        ratio = float((found * right).sum() / right.square().sum())
-        return f"{ratio:.6g}" if torch.allclose(found, ratio * right, rtol=1e-7, atol=1e-11) else "wrong"
-
-    factors = {name: of(name) for name in expected}
-    others = ", ".join(sorted({value for name, value in factors.items() if name != "scale"}))
-    scale = factors.get("scale", others)
-    return others if scale == others else f"{others} / {scale}: encoders / scale"
+        ranks = spawn(on_rank, [[trainings[i] for i in chosen]] * len(batches), batches, timeout=100)
+        found |= dict(zip(chosen, zip(*ranks, strict=True), strict=True))
+    return [found[i] for i in range(len(trainings))]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_factors(name, micro_batches):
-    rows = [(row, way) for row, way in FRAMEWORKS[name].FACTORS if TABLE[row][micro_batches] != "–"]
-    ways = {i: way._replace(passed=as_it_is) for i, (_, way) in enumerate(rows)}
-    found = on_ranks(ways, micro_batches, 1)
-    for i, (row, way) in enumerate(rows):
-        assert (row, factor(way.training, found[i], micro_batches)) == (row, TABLE[row][micro_batches])
+@pytest.mark.parametrize("name", ROWS)
+def test_as_one_process(name, micro_batches):
+    """What is passed is the loss, divided by the factor of the table."""
+    rows = [row for row in measured(ROWS[name], micro_batches) if row[2] != "wrong"]
+    found = on_ranks([(way, float(factor)) for _, way, factor in rows], micro_batches, UPDATES)
+    for i, (row, way, _) in enumerate(rows):
+        expected = way.training.on_one_process(micro_batches)
+        for rank in found[i]:
+            torch.testing.assert_close(rank, expected, rtol=1e-9, atol=1e-11, msg=f"{i}, {row}: {{}}".format)
+            torch.testing.assert_close(rank, found[i][0], rtol=0, atol=0, msg=f"{i}, {row}, ranks: {{}}".format)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_wrong_directions(micro_batches):
+    """Of the first update."""
+    rows = [row for ways in ROWS.values() for row in measured(ways, micro_batches) if row[2] == "wrong"]
+    assert rows
+    found = on_ranks([(way, 1) for _, way, _ in rows], micro_batches, 1)
+    for (row, way, _), ranks in zip(rows, found, strict=True):
+        right, before = way.training.on_one_process(micro_batches, 1), parameters(way.training.model())
+        steps = [torch.cat([(after[name] - p).flatten() for name, p in before.items()]) for after in (ranks[0], right)]
+        assert F.cosine_similarity(*steps, dim=0) < 0.9999, row
 
 
 def test_every_row_of_the_table_is_measured():
-    assert {row for framework in FRAMEWORKS.values() for row, _ in framework.FACTORS} == TABLE.keys()
+    assert {row for rows in ROWS.values() for row, _ in rows} - {None} == TABLE.keys()
 
 
 # ── the pages ────────────────────────────────────────────────────────────────────────────────────────────

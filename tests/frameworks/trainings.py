@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll as dc
 
-RANKS, UPDATES, RATE = 3, 20, 0.1
-ROWS = (3, 2, 4), (2, 5, 1), (4, 0, 3), (1, 3, 2)  # of each rank, micro-batch by micro-batch
+RANKS, UPDATES, RATE = 3, 6, 0.1
+SIZES = (3, 2, 4), (2, 5, 1), (4, 0, 3), (1, 3, 2)  # of each rank, micro-batch by micro-batch
 EQUAL = ((3, 3, 3),)  # what most published losses ask for
 
 
@@ -49,7 +49,7 @@ class Training:
     model: Callable[[], nn.Module]
     rows: Callable[[int, torch.Generator], tuple[Tensor, ...]]
     loss: Callable[..., Tensor]
-    sizes: Sequence[tuple[int, ...]] = ROWS
+    sizes: Sequence[tuple[int, ...]] = SIZES
     #: Bound of the gradient's norm.
     max_norm: float = math.inf
 
@@ -113,11 +113,11 @@ def tokens_of(rows, generator):
     return x, labels.masked_fill(torch.rand(rows, 3, generator=generator) < 0.4, -100)
 
 
-def of_tokens(model, batch, update, cross_entropy=F.cross_entropy):
+def of_tokens(model, batch, update):
     """The mean over the labels of all ranks and micro-batches."""
     x, labels = batch
     total = dc.all_reduce(sum((labels != -100).sum() for _, labels in update))
-    losses = cross_entropy(model(x).flatten(0, 1), labels.flatten(), reduction="sum")
+    losses = F.cross_entropy(model(x).flatten(0, 1), labels.flatten(), reduction="sum")
     return dc.get_world_size() * len(update) * losses / total
 
 
@@ -128,37 +128,14 @@ TOKENS = Training(lambda: layers(6, 8, 7), tokens_of, of_tokens)
 # ── ways to train ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def as_it_is(loss, update):
-    return loss
-
-
-def divided(loss, update):
-    """For a mean over ranks, if nobody divides by the micro-batches."""
-    return loss / len(update)
-
-
-def summed(loss, update):
-    """For a sum over ranks."""
-    return loss / len(update) / dc.get_world_size()
-
-
 class Way(NamedTuple):
-    """One way to train: train(model, [update][micro-batch], loss)."""
+    """One way to train: train(model, [update][micro-batch], loss); a loss of its own is divided by `loss.factor`."""
 
     train: Callable[..., Any]
     training: Training = CLIP
-    #: What is passed to the framework if the result is to be right.
-    passed: Callable[..., Tensor] = divided
     micro_batches: tuple[int, ...] = (1, 2)
     #: So many ranks after each other have the same rows, as with tensor parallelism.
     copies: int = 1
-
-
-def with_and_without_averager(train, name="", passed=divided):
-    """Return ways that differ in `train(averages)` and in what is trained."""
-    kinds = {"DDP": train(averages=False), "GradientAverager": train(averages=True)}
-    what = {"pairs": CLIP, "tokens": TOKENS}
-    return {f"{name}{kind}: {of}": Way(kinds[kind], what[of], passed) for kind in kinds for of in what}
 
 
 def loop(

@@ -26,20 +26,6 @@ def ip(*words: object) -> str:
     return done.stdout
 
 
-def missing() -> str | None:
-    """Return what this machine lacks for hosts of its own; None if nothing."""
-    if not (shutil.which("ip") and shutil.which("unshare")):
-        return "ip (iproute2) and unshare (util-linux) are not installed"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    try:
-        ip("netns", "add", "diffcoll-try")
-        ip("netns", "del", "diffcoll-try")
-    except AssertionError as error:
-        return str(error)
-    return None
-
-
 class Host:
     """One host, `node0`, …; every host knows the names of all."""
 

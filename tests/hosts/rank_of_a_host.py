@@ -27,35 +27,27 @@ def meet(where, step):
         time.sleep(0.005)
 
 
-def train(model, step):
-    """Check the gradient of a loss of all ranks' rows; the place of the fault is the message that follows."""
-    r, n = dist.get_rank(), dist.get_world_size()
-    averager = dc.GradientAverager(model, reduction="sum")
-    rows = [torch.full((2, 3), s + 1.0 + step, dtype=torch.double) for s in range(n)]
+def train(model, averager, step):
+    """The place of the fault is the message that follows."""
     meet("forward", step)
-    y = dc.all_gather(model(rows[r]).sin())
+    y = dc.all_gather(model(torch.ones(2, 3)))
     y.register_hook(lambda g: meet("backward", step))
     meet("async_op", step)
     z = dc.all_reduce(y.sum(), async_op=True).wait()
     with averager.reduce():
         meet("averager", step)
-        (z + y.square().sum() * (r + 1)).backward()
-    averager.close()
-    found = [p.grad for p in model.parameters()]
-    y = model(torch.cat(rows)).sin()
-    right = torch.autograd.grad(n * n * y.sum() + y.square().sum() * (n * (n + 1) / 2), list(model.parameters()))
-    torch.testing.assert_close(found, list(right))
+        (z + y.square().sum()).backward()
+    model.zero_grad()
 
 
 def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4).double()
+    model = nn.Linear(3, 4)
+    averager = dc.GradientAverager(model)
     outcome = {"error": None}
     try:
         for step in range(4):
-            model.zero_grad()
-            train(model, step)
+            train(model, averager, step)
     except dc.CollectiveFailedError as error:
         outcome = {"error": str(error)}
     print(json.dumps({**outcome, "at": time.monotonic()}), flush=True)

@@ -1,20 +1,24 @@
-"""The tests here make the test device this process's accelerator, for good: they run in a process of their own."""
+"""The tests here run if they are named, `pytest tests/late_device`: the device is a process's accelerator for good."""
 
-import os
-
+import late
 import pytest
 
-ON = os.environ.get("DIFFCOLL_TEST_DEVICE") == "late"
-#: None of these files is imported elsewhere.
-collect_ignore_glob = [] if ON else ["*.py"]
 
-if ON:
-    import late
+def is_named(config):
+    return any("tests/late_device" in argument for argument in config.args)
 
-    late.register()
 
-    @pytest.fixture(params=late.ORDERS)
-    def order(request):
-        """Both orders in which the device may run what nobody has waited for."""
-        with late.order(request.param):
-            yield request.param
+def pytest_configure(config):
+    if is_named(config):
+        late.register()
+
+
+def pytest_ignore_collect(config):
+    return None if is_named(config) else True
+
+
+@pytest.fixture(params=late.ORDERS)
+def order(request):
+    """Both orders in which the device may run what nobody has waited for."""
+    with late.order(request.param):
+        yield request.param

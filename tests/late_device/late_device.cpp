@@ -56,14 +56,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return event == nullptr || is_done(*static_cast<Event*>(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  bool queryStream(const c10::Stream& stream) const override {
-    Lock lock;
-    return is_done(now_on(stream.id()));
-  }
   void synchronizeStream(const c10::Stream& stream) const override { host_waits_for_stream(stream.id()); }
-  void synchronizeEvent(void* event) const override {
-    if (event != nullptr) host_waits_for(*static_cast<Event*>(event));
-  }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     for (int64_t stream = 0; stream < streams; stream++) host_waits_for_stream(stream);
   }
@@ -73,17 +66,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
-  at::Device getDeviceFromPtr(void*) const override { return DEVICE; }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -274,7 +262,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
-  m.impl("unfold", at::native::unfold);
   m.impl("is_set_to", at::native::is_set_to);
   m.impl("resize_", resize_to);
   m.impl("_copy_from", copy_from);

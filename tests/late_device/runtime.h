@@ -163,7 +163,6 @@ struct LateAllocator final : c10::Allocator {
     blocks[memory] = {size, current, {}, {}};
     return {memory, memory, &release, DEVICE};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void*, const void*, std::size_t) const override { TORCH_CHECK(false, "late: copy_data"); }
 };
 
@@ -182,9 +181,6 @@ struct PinnedAllocator final : c10::Allocator {
     char* memory = static_cast<char*>(aligned_alloc(64, (n / 64 + 1) * 64));
     pinned[memory] = n;
     return {memory, memory, [](void*) {}, c10::Device(c10::kCPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return [](void*) {};
   }
   void copy_data(void* to, const void* from, std::size_t n) const override { default_copy_data(to, from, n); }
 };

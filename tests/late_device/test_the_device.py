@@ -1,89 +1,55 @@
 """The test device: what is not synchronized is a wrong number, what is synchronized a right one."""
 
 import signal
-import subprocess
-import sys
 
 import late
 import pytest
 import torch
 from gpu.streams import Streams
+from runs import python
 
 X = torch.arange(200.0)
 
 
-def test_operators_are_those_of_the_cpu(order):
-    x, w = X.to("late"), X.flip(0).to("late")
-    y = torch.cat([x * w + 1, (x - w).square()]).view(20, 20) @ torch.eye(20).to("late")
-    y[1:3] -= 7
-    y.t()[4].mul_(2)
-    right = torch.cat([X * X.flip(0) + 1, (X - X.flip(0)).square()]).view(20, 20)
-    right[1:3] -= 7
-    right.t()[4].mul_(2)
-    assert torch.equal(y.cpu(), right)
-    assert torch.equal(torch.view_as_real(torch.view_as_complex(x.view(-1, 2)) * 2).cpu().view(-1), X * 2)
-    assert torch.equal(x.nonzero().cpu(), X.nonzero())
-    assert float(x.sum()) == float(X.sum())
-
-
-#: Whether the program synchronizes, and in which order its result is right.
-EXPECTED = [(True, {"late": True, "early": True}), (False, {"late": False, "early": True})]
-
-
-def on_both_orders(body):
-    """Return whether the result is right, in each order."""
-    found = {}
-    for name in late.ORDERS:
-        with late.order(name):
-            found[name] = body()
-    return found
-
-
-def tripled(waits):
-    """Return x, and 3 x of another stream, for which the current one waits or not."""
+def reading_what_another_stream_writes(synchronizes):
     streams, x = Streams("late"), X.to("late")
     with streams.on_side():
         y = x * 3
-    if waits:
+    if synchronizes:
         streams.back(y)
-    return streams, x, y
+    return torch.equal((y + 1).cpu(), X * 3 + 1)
 
 
-@pytest.mark.parametrize(("waits", "right"), EXPECTED)
-def test_reading_what_another_stream_writes(waits, right):
-    def body():
-        _, _, y = tripled(waits)
-        return torch.equal((y + 1).cpu(), X * 3 + 1)
-
-    assert on_both_orders(body) == right
-
-
-@pytest.mark.parametrize(("waits", "right"), EXPECTED)
-def test_writing_what_another_stream_reads(waits, right):
-    def body():
-        streams, x, y = tripled(waits)
-        x.zero_()
-        x.cpu()
-        with streams.side:
-            return torch.equal(y.cpu(), X * 3)
-
-    assert on_both_orders(body) == right
+def writing_what_another_stream_reads(synchronizes):
+    streams, x = Streams("late"), X.to("late")
+    with streams.on_side():
+        y = x * 3
+    if synchronizes:
+        streams.back(y)
+    x.zero_().cpu()
+    with streams.side:
+        return torch.equal(y.cpu(), X * 3)
 
 
-@pytest.mark.parametrize(("records", "right"), EXPECTED)
-def test_reusing_what_another_stream_reads(records, right):
-    def body():
-        streams, x = Streams("late"), X.to("late") + 0
-        with streams.on_side():
-            y = x * 3
-        if records:
-            x.record_stream(streams.side)
-        del x
-        torch.full(X.shape, 77.0, device="late").cpu()
-        with streams.side:
-            return torch.equal(y.cpu(), X * 3)
+def reusing_what_another_stream_reads(synchronizes):
+    streams, x = Streams("late"), X.to("late") + 0
+    with streams.on_side():
+        y = x * 3
+    if synchronizes:
+        x.record_stream(streams.side)
+    del x
+    torch.full(X.shape, 77.0, device="late").cpu()
+    with streams.side:
+        return torch.equal(y.cpu(), X * 3)
 
-    assert on_both_orders(body) == right
+
+PROGRAMS = reading_what_another_stream_writes, writing_what_another_stream_reads, reusing_what_another_stream_reads
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_only_what_is_not_synchronized_is_wrong(program, order):
+    assert program(synchronizes=True)
+    assert program(synchronizes=False) == (order == "early")
 
 
 def test_events_and_host_waits(order):
@@ -102,15 +68,15 @@ def test_events_and_host_waits(order):
     assert late.host_waits() == before + 1
 
 
-def test_host_code_cannot_read_its_memory():
-    program = f"""
-import ctypes, sys
-sys.path.insert(0, {str(late.FOLDER)!r})
-import late, torch
+READS = """
+import ctypes, late, torch
 late.register()
 x = torch.ones(3, device="late")
 print(x.cpu().tolist(), flush=True)
 ctypes.string_at(x.data_ptr(), 4)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (-signal.SIGSEGV, "[1.0, 1.0, 1.0]\n")
+
+
+def test_host_code_cannot_read_its_memory():
+    done = python("-c", READS, returns=-signal.SIGSEGV, environment={"PYTHONPATH": str(late.FOLDER)})
+    assert done.stdout == "[1.0, 1.0, 1.0]\n"

@@ -2,11 +2,10 @@
 
 Each mutant runs in a copy of the tree, in processes of its own: first the tests that it names, then those of the
 suite. Results are kept in build/mutants.jsonl, a line a mutant. One that was killed does not run again while it and
-its file are the same: an interrupted run goes on where it stopped. build/mutants.md is the table of killers.
+its file are the same: an interrupted run goes on where it stopped.
 """
 
 import argparse
-import collections
 import concurrent.futures
 import hashlib
 import json
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from mutants.mutant import ROOT, Mutant, mutants_of
 
-RESULTS, TABLE = ROOT / "build" / "mutants.jsonl", ROOT / "build" / "mutants.md"
+RESULTS = ROOT / "build" / "mutants.jsonl"
 #: Seconds of one test, of the tests that a mutant names, and of the suite.
 TEST, LIKELY, SUITE = 60, 300, 1500
 #: The suite, but for the test that a mutant applies to the code as it is.
@@ -110,20 +109,6 @@ def read_results() -> dict[str, dict[str, object]]:
     return {row["key"]: row for row in map(json.loads, lines)}
 
 
-def summary(rows: list[dict[str, object]]) -> str:
-    """Return the table of killers, and what it comes to."""
-    killed = [re.sub(r"\[.*| \(.*", "", str(row["test"])) for row in rows if not _lives(row)]
-    counts, lives = collections.Counter(killed), len(rows) - len(killed)
-    table = ["| mutant | promise | seconds | killed by |", "|---|---|---|---|"]
-    for row in rows:
-        line = f"| `{row['name']}` | {row['promise']} | {row['seconds']} | {row['test']} |"
-        table.append(line.replace("\n", " "))
-    killers = ["", "| test | mutants that it is the first to kill |", "|---|---|"]
-    killers += [f"| {test} | {count} |" for test, count in counts.most_common()]
-    head = f"{len(rows)} mutants, {len(killed)} killed, by {len(counts)} tests; {lives} live."
-    return "\n".join([head, "", *table, *killers, ""])
-
-
 def main() -> int:
     """Run the selected mutants; the exit status is 1 if one lives."""
     parser = argparse.ArgumentParser(prog="make mutants ARGS=…", description=__doc__)
@@ -158,10 +143,9 @@ def main() -> int:
             with RESULTS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
             print(f"{result['seconds']:6} s  {result['name']}\n          {result['test']}", flush=True)
-    rows = [found[key(m)] for m in chosen]
-    TABLE.write_text(summary(rows), encoding="utf-8")
-    print(summary(rows).splitlines()[0], f"The table is in {TABLE.relative_to(ROOT)}.")
-    return int(any(map(_lives, rows)))
+    alive = [m.name for m in chosen if _lives(found[key(m)])]
+    print("\n".join([f"{len(chosen) - len(alive)} of {len(chosen)} mutants killed", *alive]))
+    return int(bool(alive))
 
 
 def _lives(row: dict[str, object] | None) -> bool:
