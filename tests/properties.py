@@ -205,13 +205,17 @@ def forward_mode_and_jacobians_agree(case: Case) -> Generator[Body, list[Any], N
 
 
 def modes_change_nothing(case: Case) -> Generator[Body, list[Any], None]:
-    """autocast, no_grad and inference_mode keep values and dtypes; the last two record no graph."""
+    """autocast, a default device, no_grad and inference_mode keep values and dtypes; the last two record no graph."""
 
     def body(r: int) -> tuple[list[Tensor], bool]:
         x = case.x(r, SEED)
         leaf = x.clone().requires_grad_()
+        with torch.device("meta"):
+            y = case.call(x.clone().requires_grad_(), r)
+            y.backward(torch.ones_like(y, device="cpu"))
+        found = [y.detach()]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = [case.call(x, r)]
+            found.append(case.call(x, r))
         with torch.no_grad():
             found.append(case.call(leaf, r))
         with torch.inference_mode():

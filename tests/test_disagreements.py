@@ -260,30 +260,18 @@ def test_another_spelling_is_no_disagreement(run):
 
 @runs_on("rules", "gloo")
 def test_valid_programs_pass(run):
-    """All calls, to second order, and under transforms: no error, and the same values as without check mode."""
-    few = cases.table(N)[:: 3 if run is gloo else 1]
-    transformed = [
-        lambda x: torch.func.grad(lambda x: dc.scan(x).square().sum())(x),
-        lambda x: torch.func.jvp(lambda x: dc.all_reduce(x, "max").sin(), (x,), (x.cos(),))[1],
-        lambda x: torch.func.hessian(lambda x: dc.all_reduce(x, "logsumexp").square().sum())(x),
-        lambda x: torch.vmap(torch.func.grad(lambda x: dc.scatter(x, sizes=[1, 2, 0]).sum()))(x),
-        lambda x: torch.func.grad(lambda x: dc.all_gather([x, x.sin()], sizes="auto")[1].sum())(x),
-        lambda x: torch.func.grad(lambda x: dc.split(x.detach() * 0 + x * 0, 1).sum())(x),
-    ]
+    """Values and derivatives are those of truth in check mode, too, also in transforms and other modes."""
 
-    def body(r):
-        found = []
-        for on in (False, True):
-            with dc.check_mode(on):
-                for case in few:
-                    m = cases.on_rank(case, r, 4)
-                    found += [m.output, m.gradient, m.second]
-                found += [call(torch.ones(2, 3, dtype=torch.float64) / (r + 1)) for call in transformed]
-        return found
+    def checked(body, ranks):
+        def in_check_mode(r):
+            with dc.check_mode():
+                return body(r)
 
-    for of_rank in run(body, range(N)):
-        half = len(of_rank) // 2
-        assert all(map(torch.equal, of_rank[:half], of_rank[half:]))
+        return run(in_check_mode, ranks)
+
+    some = properties.transforms_nest, properties.modes_change_nothing
+    every = properties.value_and_gradients_to_third_order_are_those_of_truth, *some
+    properties.hold([(holds, case) for case in cases.table(N) for holds in every], N, checked)
 
 
 @runs_on("rules", "gloo")

@@ -260,12 +260,14 @@ class Named(torch.Tensor):
 
 
 @runs_on("rules", "gloo", "mpi")
-def test_subclasses(run):
+def test_subclasses_and_tensors_without_memory(run):
     def body(r):
         x = torch.tensor([1.0, 2.0 + r])
-        return [dc.all_reduce(y).tolist() for y in (x.as_subclass(Named), torch.nn.Parameter(x))]
+        zeros = torch._efficientzerotensor(2)  # as autograd makes them in forward mode
+        found = dc.all_reduce(x.as_subclass(Named)), dc.all_reduce(torch.nn.Parameter(x)), dc.all_gather(zeros)
+        return [y.tolist() for y in found]
 
-    assert run(body, range(N)) == [[[2, 5], [2, 5]]] * N
+    assert run(body, range(N)) == [[[2, 5], [2, 5], [0] * 4]] * N
 
 
 @runs_on("rules", "gloo")

@@ -1,6 +1,6 @@
 """Random programs: gradients in one graph of all ranks = the rules = real processes.
 
-Ranks make a call in ways of their own, which change no gradient: memory layouts, order of keys, checkpoints' policies.
+Ranks make a call in ways of their own, which change no gradient: memory layouts, and the order of keys.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 from releases import compiles
 from runs import new_group, rules, runs_on, spawned, truth
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
@@ -26,22 +26,6 @@ from diffcoll.testing.cases import Case
 # Collectives that need a replicated input cannot take an arbitrary result.
 DRAWN = [name for name in COLLECTIVES if name not in ("sum_gradients", "split")]
 SEED = 3
-
-
-def _selective(saves):
-    def policy(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if saves(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return partial(create_selective_checkpoint_contexts, policy)
-
-
-#: What a rank's checkpoint keeps.
-POLICIES = {
-    "nothing": _selective(lambda op: False),
-    "communication": _selective(lambda op: op.namespace in ("c10d", "_c10d_functional", "diffcoll")),
-    "writes": _selective(lambda op: op._schema.is_mutable),
-    "all": _selective(lambda op: True),
-}
 
 #: The same values in other memory layouts; the gradient that arrives has that of the result.
 LAYOUTS = {
@@ -54,12 +38,11 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Way:
-    """How one rank makes a call: the input's layout, the order of a tree's keys, and what a checkpoint keeps."""
+    """How one rank makes a call: the input's layout, whether it needs a gradient, and the order of a tree's keys."""
 
     layout: str = "contiguous"
     requires_grad: bool = True
     reverse: bool = False
-    policy: str = "nothing"
 
 
 @dataclass(frozen=True)
@@ -94,7 +77,7 @@ class Step:
         def part(x):
             return finished(self.start(x.sin(), r, group)).sin()
 
-        return checkpoint(part, x, use_reentrant=False, context_fn=POLICIES[way.policy]) if checkpoints else part(x)
+        return checkpoint(part, x, use_reentrant=False) if checkpoints else part(x)
 
 
 def finished(y):
@@ -188,13 +171,7 @@ def check_nest(program, nest):
         torch.testing.assert_close(got, right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
 
 
-ways = st.builds(
-    Way,
-    st.sampled_from(list(LAYOUTS)),
-    st.sampled_from([True, True, False]),
-    st.booleans(),
-    st.sampled_from(list(POLICIES)),
-)
+ways = st.builds(Way, st.sampled_from(list(LAYOUTS)), st.sampled_from([True, True, False]), st.booleans())
 
 
 @st.composite
@@ -238,15 +215,6 @@ def test_a_planted_mistake_is_found(monkeypatch):
     monkeypatch.setattr(Scan, "adjoint", property(lambda f: Scan(f.engine, f.reverse, f.exclusive)))
     with pytest.raises(AssertionError, match=r"check\(Program\(.*'scan'"):
         calls.each(programs(), 200, check, derandomize=True, phases=[Phase.generate])
-
-
-def test_a_failure_is_code_that_runs():
-    step = Step(Case("all_reduce", ((2,), (2,)), {"op": "max"}, dtype=torch.float64), 0, (0, 1), (Way(), Way()))
-    program = Program(2, (step,), ((1,), ()), ("contiguous", "strided"))
-    exec(str(program), {})
-    with pytest.raises(AssertionError) as caught:
-        check(program, lambda gradient: [g + r for r, g in enumerate(rules(gradient, range(2)))])
-    assert "rank 1\n" in str(caught.value) and str(program) in str(caught.value)
 
 
 @runs_on("gloo", "mpi")

@@ -5,7 +5,7 @@ from functools import reduce
 import pytest
 import torch
 import worked
-from runs import rules, runs_on, truth
+from runs import runs_on, truth
 from worked import Example
 
 import diffcoll as dc
@@ -94,16 +94,6 @@ def test_a_deterministic_sum(run, n):
 
     expected = reduce(torch.add, [x(r) for r in range(n)])
     assert all(torch.equal(y, expected) for y in run(lambda r: ordered_sum(x(r)), range(n)))
-
-
-def test_replicated_gradients_share_no_memory():
-    def body(r):
-        a, b = (torch.full((3,), float(r + i), requires_grad=True) for i in range(2))
-        g = torch.tensor([1.0, 2.0, 3.0])
-        (dc.all_reduce(a, grad_placement="replicate") + dc.all_reduce(b, grad_placement="replicate")).backward(g)
-        return len({t.data_ptr() for t in (a.grad, b.grad, g)})
-
-    assert rules(body, range(3)) == [3, 3, 3]
 
 
 def test_what_is_declared_replicated_and_differs_is_found_in_truth():

@@ -1,6 +1,5 @@
 """broadcast and reduce, each other's adjoint; permute, shift and scan, adjoint to their own kind."""
 
-import pytest
 import torch
 import worked
 from runs import gloo, new_group, rules, truth
@@ -71,12 +70,6 @@ EXAMPLES = {
 @worked.each(EXAMPLES)
 def test_values_and_gradients(example, run, gradients):
     worked.check(example, run, gradients)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
-def test_scan_of_integers_on_n_ranks(n):
-    got = rules(lambda r: dc.scan(torch.tensor(r * r)), range(n))
-    assert [y.item() for y in got] == [sum(s * s for s in range(r + 1)) for r in range(n)]
 
 
 def test_half_precision_is_added_up_in_single():

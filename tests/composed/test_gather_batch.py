@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
+import derivatives
 import pytest
 import torch
-from releases import compiles, one_graph
 from runs import gloo, profiled, runs_on
 from torch.nn import functional
 
@@ -65,16 +65,6 @@ def test_what_each_rank_receives(run, n):
             torch.testing.assert_close(tuple(found), tuple(expected), rtol=0, atol=0)
 
 
-def loss(own, everyone):
-    """This rank's rows against all rows of another label; each pair counts differently, and padding counts too."""
-    z, label, _ = everyone.tree
-    z = z if everyone.mask is None else z.where(everyone.mask.z, 2 * z)
-    rows = torch.arange(len(own.z)) + everyone.offset
-    weight = torch.outer(rows + 1.0, torch.arange(1.0, everyone.total + 1)).double()
-    other = own.label[:, :1] != label[:, 0]
-    return (weight * other * torch.outer(own.z.sin().sum(1), z.cos().sum(1)).tanh()).sum() / everyone.total
-
-
 WAYS = {
     "auto": ({}, [(rows,) for rows in SIZES]),
     "listed": ({"sizes": SIZES}, [(rows,) for rows in SIZES]),
@@ -82,45 +72,20 @@ WAYS = {
 }
 
 
-def of_rank(r, way):
-    """The rank's loss as a function of its z, and that z."""
-    options, shapes = WAYS[way]
-    own = sample(r, *shapes[r])
-
-    def program(z):
-        return loss(own._replace(z=z), dc.gather_batch(own._replace(z=z), **options))
-
-    return program, own.z.clone()
-
-
-def derivatives(total, zs):
-    """The gradients of first and second order."""
-    gs = torch.autograd.grad(total, zs, create_graph=True)
-    hs = torch.autograd.grad(sum((g * g.sin()).sum() for g in gs), zs)
-    return [(g.detach(), h) for g, h in zip(gs, hs, strict=True)]
-
-
 @runs_on("rules", "gloo", "mpi")
 @pytest.mark.parametrize("way", WAYS)
 def test_derivatives_are_those_of_the_whole_batch(run, way):
-    """Gradients to second order, forward mode, and vmap."""
     options, shapes = WAYS[way]
-
-    def body(r):
-        program, z = of_rank(r, way)
-        tangent = torch.func.jvp(program, (z,), (torch.ones_like(z),))[1]
-        mapped = torch.func.vmap(program)(torch.stack([z, 2 * z])) - torch.stack([program(z), program(2 * z)])
-        leaf = z.requires_grad_()
-        return derivatives(program(leaf), [leaf])[0], tangent, mapped
-
-    found, tangents, mapped = zip(*run(body, range(3)), strict=True)
     samples = [sample(r, *shapes[r]) for r in range(3)]
-    samples = [own._replace(z=own.z.clone().requires_grad_()) for own in samples]
-    total = sum(loss(own, whole(samples, r, options.get("pad"))) for r, own in enumerate(samples))
-    expected = derivatives(total, [own.z for own in samples])
-    torch.testing.assert_close([*found], expected)
-    torch.testing.assert_close(sum(tangents), sum(g.sum() for g, _ in expected))
-    torch.testing.assert_close(torch.cat(mapped), torch.zeros(6, dtype=torch.double))
+
+    def of_rank(r, z):
+        return dc.gather_batch(samples[r]._replace(z=z), **options).tree.z
+
+    def of_all(zs):
+        replaced = [own._replace(z=z) for own, z in zip(samples, zs, strict=True)]
+        return [whole(replaced, r, options.get("pad")).tree.z for r in range(3)]
+
+    derivatives.check(run, of_rank, of_all, [own.z for own in samples])
 
 
 def test_messages():
@@ -131,15 +96,3 @@ def test_messages():
         return [len(profiled(lambda: dc.gather_batch(sample(r, SIZES[r]), **way))) for way in ways]  # noqa: B023
 
     assert gloo(body, range(3)) == [[3 + 1, 3, 3 + 2]] * 3
-
-
-@compiles
-@pytest.mark.parametrize("way", ["auto", "listed"])
-def test_in_a_compiled_function(way):
-    def body(r):
-        program, z = of_rank(r, way)
-        leaf = z.requires_grad_()
-        return [torch.autograd.grad(run(leaf), leaf)[0] for run in (program, one_graph(program))]
-
-    for eager, compiled in gloo(body, range(3)):
-        torch.testing.assert_close(eager, compiled)

@@ -1,13 +1,13 @@
-"""ring: every rank sees every block once; gradients to second order are those of gathered blocks; nothing is left."""
+"""ring: every rank sees every block once; derivatives are those of all blocks; nothing is left."""
 
 import gc
 import warnings
 from itertools import islice
 
+import derivatives
 import pytest
 import torch
 from runs import gloo, profiled, runs_on
-from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 
@@ -37,46 +37,24 @@ def weighted(block, r, source):
     return (r + 1) * (x.pow(3).sum() * (source + 2) + of_y + z.double().exp().sum())
 
 
-def by_ring(r, batch, blocks=3):
-    return islice(dc.ring(batch), blocks)
-
-
-def by_gathering(r, batch, blocks=3):
-    x, y, z = inputs(dc.all_gather(batch, sizes="auto"))
-    for i in range(blocks):
-        source = (r - i) % 3
-        start, end = sum(SIZES[:source]), sum(SIZES[: source + 1])
-        yield source, {"x": x[start:end], "more": [y[start:end], z[2 * start : 2 * end]]}
-
-
-def total(loop, r, batch):
-    return sum(weighted(block, r, source) for source, block in loop(r, batch))
-
-
-def derivatives(loop, r, loss=total):
-    """The loss, its gradients and second derivatives."""
-    batch = tree(r)
-    value = loss(loop, r, batch)
-    gs = torch.autograd.grad(value, inputs(batch), create_graph=True)
-    hs = torch.autograd.grad(sum((r + 2) * g.double().square().sum() for g in gs), inputs(batch))
-    return [value.detach(), *(g.detach() for g in gs), *hs]
+def order(r, n=3):
+    """The ranks whose blocks rank r gets, in order."""
+    return [(r - i) % n for i in range(n)]
 
 
 @runs_on("rules", "gloo", "mpi")
-def test_gradients_to_second_order_are_those_of_gathered_blocks(run):
-    """In check mode too, and in a checkpoint around the loop."""
+def test_derivatives_are_those_of_all_blocks(run):
+    def in_order(r, blocks):
+        return torch.cat([(r + source + 2.0) * block["x"] * block["more"][0].cos() for source, block in blocks])
 
-    def checkpointed(*arguments):
-        return checkpoint(total, *arguments, use_reentrant=False)
+    def tree_of(x):
+        return {"x": x, "more": [x[:, :1].exp(), x.long()]}
 
-    def body(r):
-        found = [derivatives(by_ring, r), derivatives(by_ring, r, checkpointed)]
-        with dc.check_mode():
-            return derivatives(by_gathering, r), *found, derivatives(by_ring, r)
+    def of_all(xs):
+        return [in_order(r, [(s, tree_of(xs[s])) for s in order(r)]) for r in range(3)]
 
-    for expected, *found in run(body, range(3)):
-        for got in found:
-            torch.testing.assert_close(got, expected)
+    blocks = [tree(r)["x"].detach() for r in range(3)]
+    derivatives.check(run, lambda r, x: in_order(r, dc.ring(tree_of(x))), of_all, blocks)
 
 
 @runs_on("rules", "gloo")
@@ -84,16 +62,20 @@ def test_gradients_to_second_order_are_those_of_gathered_blocks(run):
 def test_joint_backward_where_ranks_ignore_blocks(run, blocks):
     """Rank 0 ignores every block, rank 1 the received ones; the loop may end after any number of blocks."""
 
-    def gradients(loop, r):
-        batch, loss = tree(r), torch.zeros((), dtype=torch.float64)
-        with dc.joint_backward() as joint:
-            for source, block in loop(r, batch, blocks):
-                if r == 2 or (r == 1 and source == 1):
-                    loss = loss + weighted(block, r, source)
-            return torch.autograd.grad(joint(loss), inputs(batch), materialize_grads=True)
+    def loss(r, found):
+        used = [weighted(block, r, source) for source, block in found if r == 2 or r == source == 1]
+        return sum(used, torch.zeros((), dtype=torch.float64))
 
-    for found, expected in run(lambda r: [gradients(loop, r) for loop in (by_ring, by_gathering)], range(3)):
-        torch.testing.assert_close(found, expected)
+    def body(r):
+        batch = tree(r)
+        with dc.joint_backward() as joint:
+            total = joint(loss(r, islice(dc.ring(batch), blocks)))
+            return torch.autograd.grad(total, inputs(batch), materialize_grads=True)
+
+    trees = [tree(r) for r in range(3)]
+    total = sum(loss(r, [(s, trees[s]) for s in order(r)[:blocks]]) for r in range(3))
+    expected = torch.autograd.grad(total, [leaf for each in trees for leaf in inputs(each)], materialize_grads=True)
+    torch.testing.assert_close([g for of_rank in run(body, range(3)) for g in of_rank], [*expected])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -111,7 +93,7 @@ def test_every_block_once_in_order(run, n):
             found.append(source)
         return found
 
-    assert run(body, range(n)) == [[(r - i) % n for i in range(n)] for r in range(n)]
+    assert run(body, range(n)) == [order(r, n) for r in range(n)]
 
 
 @runs_on("rules", "gloo", "mpi")
@@ -133,7 +115,7 @@ def test_a_loop_that_is_left_early(run):
         total = dc.all_reduce(torch.tensor(r)).item()
         return total, [source for source, _ in dc.ring(x)], x.grad.tolist() == [1] * len(x)
 
-    assert run(body, range(3)) == [(3, [(r - i) % 3 for i in range(3)], True) for r in range(3)]
+    assert run(body, range(3)) == [(3, order(r), True) for r in range(3)]
 
 
 def test_messages():

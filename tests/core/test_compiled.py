@@ -41,31 +41,49 @@ def same(found, expected):
 # ── every call, in one graph ─────────────────────────────────────────────────────────────────────────────
 
 
+def of_table(table, r, compiler):
+    """The calls of a table in one program: their names, and how far results and gradients are from those of truth."""
+
+    def program(xs):
+        return [case.call(x, r) for case, x in zip(table, xs, strict=True)]
+
+    found = cases.together_on_rank(table, r, SEED, compiler(program))
+    expected = [cases.in_truth(case, SEED, orders=1) for case in table]
+    pairs = zip(table, found, expected, strict=True)
+    return [(f"{case.name}({case.label})", max(cases.errors(m, t, r).values())) for case, m, t in pairs]
+
+
 @pytest.mark.parametrize(
-    ("n", "backend", "select"),
+    ("n", "compiler", "select"),
     [
-        (2, "aot_eager", properties.once),
-        pytest.param(2, "aot_eager", list, marks=pytest.mark.slow),
-        pytest.param(3, "inductor", list, marks=pytest.mark.slow),
+        (2, one_graph, properties.once),
+        pytest.param(2, one_graph, list, marks=pytest.mark.slow),
+        pytest.param(3, generated, list, marks=pytest.mark.slow),
     ],
 )
-def test_the_whole_table_in_one_graph(n, backend, select):
-    table = select(cases.table(n))
+def test_the_whole_table_in_one_graph(n, compiler, select):
+    def body(r):
+        return of_table(select(cases.table(n)), r, compiler), graphs()
+
+    for errors, count in spawn(body, range(n), timeout=280):
+        assert count == 1
+        for what, error in errors:
+            assert error < 1e-12, what
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_ranks_may_be_compiled_or_not(backend):
+    """With `async_op` all ranks are, or none is."""
+    table = [case for case in properties.once(cases.table(3)) if "async_op" not in case.arguments]
+    ways = [(True, False, False), (False, True, True)]
 
     def body(r):
-        def program(xs):
-            return [case.call(x, r) for case, x in zip(table, xs, strict=True)]
+        return [of_table(table, r, one_graph if way[r] else lambda program: program) for way in ways]
 
-        compiled = torch.compile(program, fullgraph=True, backend=backend)
-        found = cases.together_on_rank(table, r, SEED, compiled)
-        assert graphs() == 1
-        expected = [cases.in_truth(case, SEED, orders=1) for case in table]
-        pairs = zip(table, found, expected, strict=True)
-        return [(f"{case.name}({case.label})", max(cases.errors(m, t, r).values())) for case, m, t in pairs]
-
-    for of_rank in spawn(body, range(n), timeout=280):
-        for what, error in of_rank:
-            assert error < 1e-12, what
+    for of_rank in spawned(body, range(3), backend=backend, timeout=280):
+        for way, errors in zip(ways, of_rank, strict=True):
+            for what, error in errors:
+                assert error < 1e-12, (what, way)
 
 
 class Doubled(torch.autograd.Function):
@@ -88,7 +106,14 @@ def in_the_backward_of_a_users_function(x, r):
 
 def sizes_that_are_known_at_run_time_only(x, r):
     """The reduction is by parts, however small x is."""
-    return ((r + 2) * dc.all_reduce(dc.all_gather(x, sizes="auto"), "max")).sum()
+    return ((r + 2) * dc.all_reduce(dc.gather_batch(x).tree, "max")).sum()
+
+
+def awaited_in_another_order(x, r):
+    calls = [dc.all_reduce, dc.all_gather, partial(dc.all_reduce, op="product"), partial(dc.gather, dst=1)]
+    pending = [call(x * (0.3 * i + 1), async_op=True) for i, call in enumerate(calls)]
+    later = dc.scan(x.sin())
+    return sum(((i + 1.0) * (r + 2) * pending[i].wait().cos()).sum() for i in (2, 0, 3, 1)) + later.sum()
 
 
 def mapped(x, r):
@@ -107,7 +132,14 @@ def traced_python(x, r):
 
 
 @pytest.mark.parametrize(
-    "program", [in_the_backward_of_a_users_function, sizes_that_are_known_at_run_time_only, mapped, traced_python]
+    "program",
+    [
+        in_the_backward_of_a_users_function,
+        sizes_that_are_known_at_run_time_only,
+        awaited_in_another_order,
+        mapped,
+        traced_python,
+    ],
 )
 def test_programs(program):
     def body(r):
@@ -289,56 +321,7 @@ def test_checkpoints_keep_the_results_of_collectives():
     spawn(body, range(2), timeout=100)
 
 
-# ── async_op, and ranks of which some are compiled ───────────────────────────────────────────────────────
-
-#: name → the call and, from its result, a tensor in the shape of x; for x of shape (6, 2) on three ranks.
-CALLS = {
-    "sum": (dc.all_reduce, lambda y: y),
-    "gathered": (dc.all_gather, lambda y: y.view(3, 6, 2).sum(0)),
-    "gathered in rows": (partial(dc.all_gather, dim=1), lambda y: y[:, :2] + y[:, -2:]),
-    "tree": (
-        lambda x, **more: dc.all_reduce([x, x.float(), x[:2]], **more),
-        lambda y: y[0] + y[1].double() + y[2].repeat(3, 1),
-    ),
-    "the same": (dc.all_reduce, lambda y: y),
-    "on one": (partial(dc.gather, dst=1), lambda y: y.sum(0).expand(6, 2)),
-    "max": (partial(dc.all_reduce, op="max"), lambda y: y),
-    "scattered": (partial(dc.scatter, src=1, sizes=[1, 2, 3]), lambda y: y.sum(0).expand(6, 2)),
-    "product in parts": (lambda x, **more: dc.all_reduce(x.repeat(3000, 1), "product", **more), lambda y: y[-6:]),
-}
-
-
-def loss(x, r, order=None):
-    """The loss of results of which every one counts differently; with `order`, they are waited for in that."""
-    more = {} if order is None else {"async_op": True}
-    found = [call(x * (0.3 * i + 1), **more) for i, (call, _) in enumerate(CALLS.values())]
-    later, likes = dc.scan(x.sin()), [like_x for _, like_x in CALLS.values()]
-    ys = {i: likes[i](found[i].wait() if order else found[i]) for i in order or range(len(CALLS))}
-    return sum(((i + 1.0) * (r + 2) * y.cos()).sum() for i, y in ys.items()) + later.sum()
-
-
-def numbers(r):
-    return torch.linspace(0.4 + 0.1 * r, 1.3, 12, dtype=torch.float64).view(6, 2).requires_grad_()
-
-
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_ranks_may_be_compiled_or_not(backend):
-    """With `async_op` all ranks are, or none is."""
-    order = [7 * i % len(CALLS) for i in range(1, len(CALLS) + 1)]
-    ways = [(True, True, True), (True, False, False), (False, True, True), (False, False, False)]
-
-    def body(r):
-        x, eager = numbers(r), partial(loss, r=r)
-        compiled = one_graph(eager)
-        found = [gradient(compiled if which[r] else eager, x) for which in ways]
-        return [gradient(one_graph(partial(eager, order=order)), x), *found]
-
-    found = spawned(body, range(3), backend=backend, timeout=280)
-    xs = [numbers(r) for r in range(3)]
-    torch.autograd.backward(truth(loss, xs, range(3)))
-    for x, (*mixed, eager) in zip(xs, found, strict=True):
-        torch.testing.assert_close(eager, x.grad, rtol=1e-5, atol=1e-5)  # a leaf of the tree is float32
-        torch.testing.assert_close(mixed, [eager] * len(mixed), rtol=1e-5, atol=1e-5)
+# ── graphs and eager code ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_pending_crosses_the_boundary_of_a_graph():
@@ -353,7 +336,7 @@ def test_a_pending_crosses_the_boundary_of_a_graph():
         return ((r + 1.0) * z).sum() + (x * y).sum()
 
     def body(r):
-        x = numbers(r)
+        x = torch.linspace(0.4 + 0.1 * r, 1.3, 12, dtype=torch.float64).view(6, 2).requires_grad_()
         expected = gradient(lambda x: awaited(*started(x), r), x)
         same(gradient(lambda x: awaited(*one_graph(started)(x), r), x), expected)
         same(gradient(lambda x: one_graph(awaited)(*one_graph(started)(x), r), x), expected)

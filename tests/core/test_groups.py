@@ -67,22 +67,6 @@ def test_the_order_of_ranks_is_that_of_the_list(run):
     assert [more for _, *more in found] == [[[2, 0, 1], [2, 0, 1], r] for r in (1, 2, 0)]
 
 
-@runs_on("rules", "gloo", "mpi")
-def test_two_groups_at_once(run):
-    def body(r):
-        even, odd = new_group([0, 2]), new_group([1, 3])
-        mine, other = (odd, even) if r % 2 else (even, odd)
-        with pytest.raises(ValueError, match="get_rank: group: "):
-            dc.get_rank(other)
-        x = torch.tensor(2.0**r, requires_grad=True)
-        y = dc.all_reduce(dc.all_reduce(x, group=mine))
-        (y * (r + 1)).backward()
-        return y.item(), x.grad.item()
-
-    # the sum over all ranks adds each group's sum twice; the backward sums the weights, 10, and adds them twice
-    assert run(body, range(4)) == [(30, 20)] * 4
-
-
 def test_device_mesh():
     def body(r):
         mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

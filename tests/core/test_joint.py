@@ -59,11 +59,6 @@ def nested(r, x, again):
     return weighted(r, z) + weighted(r, shifted) if r == 2 else y.sum()
 
 
-def trees(r, x, again):
-    y = dc.all_reduce({"a": x, "b": [x.sin(), x.float()]})
-    return y["b"][0] if r == 1 else x
-
-
 def complex_numbers(r, x, again):
     y = dc.all_reduce(torch.complex(x, x.sin()))
     return y.abs() if r == 1 else x
@@ -108,12 +103,6 @@ def saved_nowhere(r, x, again):
     return again(lambda t: dc.all_reduce(dc.all_gather(t)), x)
 
 
-def several(r, x, again):
-    y = again(lambda t: dc.all_reduce(t.sin()).square(), x)
-    z = again(lambda t: dc.shift(t.cos()).exp(), y * x)
-    return y + z if r else z
-
-
 def within_another(r, x, again):
     def inner(t):
         return dc.all_gather(t.cos()).square().sum() * t
@@ -151,9 +140,10 @@ def region_within(r, x, again):
     return again(part, x) * x
 
 
+#: test_programs.py has trees, and several checkpoints.
 PROGRAMS = [
-    *(ignores_everything, ignores_some, needs_one_in_another_call, nested, trees),
-    *(complex_numbers, sub_groups, after_an_exception, a_part, with_calls_without_gradients, saved_nowhere, several),
+    *(ignores_everything, ignores_some, needs_one_in_another_call, nested),
+    *(complex_numbers, sub_groups, after_an_exception, a_part, with_calls_without_gradients, saved_nowhere),
     *(within_another, other_tensors_saved_afterwards, async_within, region_within),
 ]
 

@@ -477,11 +477,12 @@ def a_wait_may_be_called_in_another_thread(engine: Engine) -> Pairs:
 
 
 def crosswise(one: Engine, other: Engine) -> list[tuple[Any, Any]]:
-    """Start exchanges in both, on half of the ranks in the opposite order."""
-    calls = [exchange(one, Data(seed=1)), exchange(other, Data(seed=2))]
-    waits = {i: calls[i].start() for i in ([0, 1] if one.rank % 2 else [1, 0])}
-    wait_for([waits[0], waits[1]])
-    return [*calls[0].writes, *calls[1].writes]
+    """Start calls in both, on half of the ranks in the opposite order; without `later` some wait for their peers."""
+    primitives = MOVES if later(one) else [exchange]
+    calls = [[primitive(engine, Data(seed=i)) for primitive in primitives] for i, engine in enumerate((one, other))]
+    waits = {i: [call.start() for call in calls[i]] for i in ([0, 1] if one.rank % 2 else [1, 0])}
+    wait_for([*waits[0], *waits[1]])
+    return [pair for call in (*calls[0], *calls[1]) for pair in call.writes]
 
 
 def a_twin_has_the_same_ranks_and_messages_of_its_own(engine: Engine) -> Pairs:

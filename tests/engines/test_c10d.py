@@ -1,17 +1,15 @@
-"""Groups of torch.distributed: which calls are made, twins, numbers over the CPU, errors, overlapping groups."""
+"""Groups of torch.distributed: which calls are made, twins, numbers over the CPU, errors."""
 
 import time
 import warnings
 import weakref
 from datetime import timedelta
-from functools import partial
 
 import laws
 import pytest
 import torch
 import torch.distributed as dist
-from releases import keeps_orders
-from runs import new_group, noted, refusal, rules, runs_on
+from runs import noted, refusal, rules
 
 import diffcoll as dc
 from diffcoll.core.control import Control
@@ -239,35 +237,3 @@ def test_only_errors_of_the_backend_become_failures_of_the_collective():
         return engine.now is IDLE
 
     assert rules(body, range(2)) == [True] * 2
-
-
-# ── groups that overlap ──────────────────────────────────────────────────────────────────────────────────
-
-#: Calls, and what rank r receives of ranks a and b, whose numbers are their ranks.
-CALLS = {
-    "all_reduce": (dc.all_reduce, lambda a, b, r: [a + b]),
-    "large": (lambda x, **more: dc.all_reduce(x.expand(50_000), **more), lambda a, b, r: [a + b] * 50_000),
-    "all_gather": (dc.all_gather, lambda a, b, r: [a, b]),
-    "broadcast": (partial(dc.broadcast, src=1), lambda a, b, r: [b]),
-    "permute": (partial(dc.permute, pairs=[(1, 0)]), lambda a, b, r: [b if r == a else 0.0]),
-}
-
-
-@runs_on("mpi", *[pytest.param(name, marks=keeps_orders) for name in ("gloo", "rules")])
-def test_starts_in_overlapping_groups_wait_for_nobody(run):
-    """Rank r starts in the group with its successor first, in another order than the others; not in a first call."""
-
-    def crosswise(r, call):
-        groups = {pair: new_group(pair) for pair in ((0, 1), (1, 2), (2, 0))}  # (2, 0): its rank 0 is rank 2
-        x = torch.tensor([float(r)])
-        for pair, group in groups.items():
-            if r in pair:
-                dc.all_reduce(x, group=group)
-        order = [(r, (r + 1) % N), ((r - 1) % N, r)]
-        pending = {pair: [call(x * k, group=groups[pair], async_op=True) for k in (1, 10)] for pair in order}
-        return [(pair, [p.wait().tolist() for p in reversed(pending[pair])][::-1]) for pair in reversed(order)]
-
-    for r, of_rank in enumerate(run(lambda r: [crosswise(r, call) for call, _ in CALLS.values()], range(N))):
-        for (name, (_, expected)), found in zip(CALLS.items(), of_rank, strict=True):
-            for (a, b), values in found:
-                assert values == [expected(k * a, k * b, k * r) for k in (1, 10)], (name, r)

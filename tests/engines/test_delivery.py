@@ -26,7 +26,7 @@ MISMATCHES = {
     "dtype gathered": lambda odd: dc.all_gather(torch.ones(2, dtype=torch.int32 if odd else torch.float32)),
     "sizes": lambda odd: dc.reduce_scatter(torch.ones(6), sizes=[1, 2, 3] if odd else None),
     "src": lambda odd: dc.broadcast(torch.ones(2), src=2 - odd),
-    "broadcast": lambda odd: dc.broadcast(torch.ones(1 + odd)),  # one number can be copied to two
+    "broadcast": lambda odd: dc.broadcast(torch.ones(3, 2) if odd else torch.ones(2, 3)),  # of as many numbers
     "dst": lambda odd: dc.reduce(torch.ones(2), dst=2 - odd),
     "reduce": lambda odd: dc.reduce(torch.ones(2 + odd), 2),
     "op": lambda odd: dc.all_reduce(torch.ones(3), "max" if odd else "product"),
