@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase
 from hypothesis import strategies as st
+from properties import LAYOUTS
 from releases import compiles
 from runs import new_group, rules, runs_on, spawned, truth
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -41,14 +42,6 @@ POLICIES = {
     "communication": _selective(lambda op: op.namespace in ("c10d", "_c10d_functional", "diffcoll")),
     "writes": _selective(lambda op: op._schema.is_mutable),
     "all": _selective(lambda op: True),
-}
-
-#: The same values in other memory layouts; the gradient that arrives has that of the result.
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x,
-    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
-    "offset": lambda x: torch.cat([x.new_zeros(3), x.reshape(-1)])[3:].view(x.shape),
 }
 
 
