@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from properties import LAYOUTS, LaidOut
 
 from diffcoll.core.reductions import REDUCTIONS
 from diffcoll.testing.cases import Case, Shape
@@ -51,13 +52,13 @@ def _cases(draw: Draw, names: st.SearchStrategy[str], ranks: st.SearchStrategy[i
     if name not in _NOT_ASYNC and draw(st.booleans()):
         arguments = {**arguments, "async_op": True}
     dtypes = [torch.float64] if arguments.get("op") in _ORDERED else [torch.float64, torch.complex128]
-    return Case(
+    return LaidOut(
         name,
         tuple(shapes),
         arguments,
         per_rank,
         dtype=draw(st.sampled_from(dtypes)),
-        layout=draw(st.sampled_from(_LAYOUTS)),
+        layout=draw(st.sampled_from([*LAYOUTS])),
         few="op" in arguments and draw(st.booleans()),
     )
 
@@ -90,7 +91,6 @@ def _sizes(draw: Draw, n: int) -> list[int]:
     return list(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
 
 
-_LAYOUTS = ["contiguous", "transposed", "strided", "offset"]
 _GRAD_PLACEMENTS = ["partial", "replicate"]
 _NOT_ASYNC = ("scan", "sum_gradients", "split")
 _ORDERED = ["max", "min"]  # not defined for complex numbers

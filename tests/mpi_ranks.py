@@ -61,12 +61,13 @@ class MpiRanks:
         with Listener(f"{self._folder.name}/door") as door:
             command = [MPIEXEC, "-n", str(n), sys.executable, "-m", "mpi_ranks", door.address]
             self._job = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL)
-            pipes = []
+            pipes, end = [], time.monotonic() + 60
             while len(pipes) < n:
-                if not wait([door._listener._socket], 60):
+                if wait([door._listener._socket], 0.1):
+                    pipes.append(door.accept())
+                elif self._job.poll() is not None or time.monotonic() > end:
                     self._job.kill()
-                    raise RuntimeError(f"{len(pipes)} of {n} ranks began within 60 s")
-                pipes.append(door.accept())
+                    raise RuntimeError(f"{len(pipes)} of {n} ranks began")
         ranks = [pipe.recv() for pipe in pipes]
         self._pipes = [pipes[ranks.index(r)] for r in range(n)]
 
@@ -90,7 +91,7 @@ class MpiRanks:
         if any(failures.values()):
             self._job.terminate()
             self.close()
-            raise RanksFailedError.of("mpi", failures, timeout)
+            raise RanksFailedError("mpi", failures, timeout)
         return [load(answers[r]) for r in range(len(rows))]
 
     def close(self):

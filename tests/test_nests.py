@@ -11,6 +11,7 @@ from functools import partial
 import nests
 import pytest
 import torch
+from properties import is_linear
 from runs import gloo, rules
 from torch.autograd import forward_ad
 
@@ -42,7 +43,7 @@ def nests_of(case):
     equal = all(len(of) == 1 for of in shapes)
     numel = max(math.prod(shape) for of in shapes for shape in of)
     most = {0: 0, 1: 3, 2: 3, 3: 2}.get(numel, 1) if equal and numel < 7 else 0
-    drawn = nests.NESTS if case.linear else FORWARD
+    drawn = nests.NESTS if is_linear(case) else FORWARD
     return [nest for nest in drawn if sum(name in ("jacfwd", "jacrev") for name in nest) <= most]
 
 
@@ -72,11 +73,11 @@ def drawn(calls, seed):
 
 
 def reductions(n, name=None):
-    return [case for case in table(n) if not case.linear and name in (None, case.name)]
+    return [case for case in table(n) if not is_linear(case) and name in (None, case.name)]
 
 
 def linear(n):
-    return [case for case in table(n) if case.linear]
+    return [case for case in table(n) if is_linear(case)]
 
 
 def run_alone(body, ranks):

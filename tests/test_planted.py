@@ -128,7 +128,8 @@ def test_the_program_of_verify_sees_what_is_wrong(rule, wrong):
     expected = cases.in_truth(case, 0)
 
     def body(r):
-        return cases.errors(cases.on_rank(case, r, 0, lambda x: Sum.apply(x, rule)), expected, r)
+        (found,) = cases.derivatives([(case, r)], lambda xs: [Sum.apply(x, rule) for x in xs], 0)
+        return cases.errors(found, expected, r)
 
     for errors in rules(body, range(N)):
         assert {name for name, error in errors.items() if error > 1e-6} == wrong

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase
 from hypothesis import strategies as st
+from properties import LAYOUTS
 from releases import compiles
 from runs import new_group, rules, runs_on, spawned, truth
 from torch.utils.checkpoint import checkpoint
@@ -26,14 +27,6 @@ from diffcoll.testing.cases import Case
 # Collectives that need a replicated input cannot take an arbitrary result.
 DRAWN = [name for name in COLLECTIVES if name not in ("sum_gradients", "split")]
 SEED = 3
-
-#: The same values in other memory layouts; the gradient that arrives has that of the result.
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x,
-    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
-    "offset": lambda x: torch.cat([x.new_zeros(3), x.reshape(-1)])[3:].view(x.shape),
-}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.engines.devices import device_of_backend, select_device
 from diffcoll.testing import RanksFailedError, cases, spawn
-from diffcoll.testing.cases import Case, Measured
+from diffcoll.testing.cases import Case, Measure
 
 #: The largest relative error of float64 at which a call is right.
 TOLERANCE = 1e-10
@@ -121,38 +121,28 @@ def _calls(
     """
     table = cases.table(n)
 
-    def called(case: Case, x: Tensor) -> Tensor:
-        return case.call(x.to(device), rank).cpu()
-
-    def errors(own: Sequence[Case], measured: Sequence[Measured], truth: Any = cases.in_truth) -> list[Errors]:
-        return [cases.errors(m, truth(case, seed), rank) for case, m in zip(own, measured, strict=True)]
-
-    def reverse(case: Case) -> list[Errors]:
-        return errors([case], [cases.on_rank(case, rank, seed, partial(called, case))])
-
-    def forward(own: Sequence[Case]) -> list[Errors]:
-        measured = [cases.tangent_on_rank(case, rank, seed, partial(called, case)) for case in own]
-        return errors(own, measured, cases.tangents_in_truth)
-
-    def in_one_graph(own: Sequence[Case]) -> list[Errors]:
-        torch.compiler.reset()
-
+    def errors(own: Sequence[Case], measure: Measure, compiles: bool = False) -> list[Errors]:
         def program(xs: list[Tensor]) -> list[Tensor]:
-            return [called(case, x) for case, x in zip(own, xs, strict=True)]
+            return [case.call(x.to(device), rank).cpu() for case, x in zip(own, xs, strict=True)]
 
         # Loops instead of vectors: the C++ compiler takes a fifth of the time.
-        function: Any = torch.compile(program, fullgraph=True, options={"cpp.simdlen": 1})
-        return errors(own, cases.together_on_rank(own, rank, seed, function))
+        run: Any = torch.compile(program, fullgraph=True, options={"cpp.simdlen": 1}) if compiles else program
+        found = measure([(case, rank) for case in own], run, seed)
+        expected = [cases.in_truth(case, seed, measure) for case in own]
+        return [cases.errors(m, of_ranks, rank) for m, of_ranks in zip(found, expected, strict=True)]
 
     def in_graphs(own: Sequence[Case]) -> list[Errors]:
-        # torch.compile traces a graph twice that has a 0-d float64 input.
-        kinds = [[case for case in own if (() in case.shapes) == numbers] for numbers in (False, True)]
-        return [of_call for kind in kinds if kind for of_call in in_one_graph(kind)]
+        found: list[Errors] = []
+        for numbers in (False, True):  # torch.compile traces a graph twice that has a 0-d float64 input
+            if kind := [case for case in own if (() in case.shapes) == numbers]:
+                torch.compiler.reset()
+                found += errors(kind, partial(cases.derivatives, orders=1), compiles=True)
+        return found
 
     for name in names:
         own = [case for case in table if case.name == name]
         for case in own:
-            yield f"{name}({case.label})", partial(reverse, case)
-        yield f"{name}(all calls, forward mode)", partial(forward, own)
+            yield f"{name}({case.label})", partial(errors, [case], cases.derivatives)
+        yield f"{name}(all calls, forward mode)", partial(errors, own, cases.tangents)
         if compiled:
             yield f"{name}(all calls, compiled)", partial(in_graphs, own)

@@ -1,7 +1,7 @@
 """Calls of collectives to be checked: a fixed table of them, and the program that is run on each.
 
 `table(n)` lists the calls that `diffcoll verify` prints and the tests run on gloo. One program is run on every call,
-once by the ranks (`on_rank`) and once with all ranks in one graph (`in_truth`):
+once by the ranks and once with all ranks in one graph (`in_truth`):
 
     y_r = F(x)_r       ℓ_r = ⟨w_r, sin y_r⟩      g_r = ∂(Σ_s ℓ_s)/∂x_r
                        h_r = ⟨v_r, g_r⟩          c_r = ∂(Σ_s h_s)/∂x_r
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,8 +43,6 @@ class Case:
     #: Arguments that may differ between ranks, see `truth.PER_RANK`.
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
-    #: The inputs' memory layout, see `with_layout`.
-    layout: str = "contiguous"
     #: Whether the inputs are rounded to integers, so that there are ties and zeros.
     few: bool = False
 
@@ -59,11 +57,6 @@ class Case:
         return self.name in _REPLICATED_INPUT, self.arguments.get("grad_placement") == "replicate"
 
     @property
-    def linear(self) -> bool:
-        """Whether the call is a linear map."""
-        return self.arguments.get("op", "sum") in ("sum", "mean")
-
-    @property
     def label(self) -> str:
         """The call, as a user writes it."""
         shown = {name: repr(value) for name, value in self.arguments.items()}
@@ -71,10 +64,10 @@ class Case:
         words = ["x: 0-d"] * (() in self.shapes) + ["x: ties and zeros"] * self.few
         return ", ".join([*words, *(f"{name}={value}" for name, value in shown.items())])
 
-    def call(self, x: Any, rank: int, group: Any = None) -> Tensor:
+    def call(self, x: Any, rank: int) -> Tensor:
         """Make the call on one rank."""
         own = {key: value[rank] for key, value in self.per_rank.items()}
-        y: Any = getattr(diffcoll, self.name)(x, group=group, **self.arguments, **own)
+        y: Any = getattr(diffcoll, self.name)(x, **self.arguments, **own)
         result: Tensor = y.wait() if isinstance(y, diffcoll.Pending) else y
         return result
 
@@ -91,8 +84,7 @@ class Case:
         x = numbers(self.shapes[rank], self.dtype, seed, 0 if self.shared[0] else rank, stream=0)
         if self.few:
             x = torch.view_as_complex(torch.view_as_real(x).round()) if x.is_complex() else x.round()
-        # Not copied: freeing a large x would change where malloc puts the tensors that `benchmarks` measures.
-        return x if self.layout == "contiguous" else with_layout(x, self.layout)
+        return x
 
     def w(self, y: Tensor, rank: int, seed: int) -> Tensor:
         """Return the weights of one rank's loss."""
@@ -103,70 +95,22 @@ class Case:
         return numbers(tuple(g.shape), g.dtype, seed, 0 if self.shared[0] else rank, stream=2)
 
 
-def with_layout(x: Tensor, layout: str) -> Tensor:
-    """Copy x into another memory layout: dims exchanged, every second element, or an offset of a larger tensor."""
-    x = x.detach().clone(memory_format=torch.contiguous_format)
-    if layout == "transposed" and x.dim() > 1:
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "strided":
-        return torch.stack([x, torch.full(x.shape, 77, device=x.device).to(x.dtype)], -1)[..., 0]
-    if layout == "offset":
-        return torch.cat([torch.full((3,), 77, device=x.device).to(x.dtype), x.reshape(-1)])[3:].view(x.shape)
-    return x
-
-
-@dataclass
-class Measured:
-    """One rank's results: output, gradient, gradients of higher order, tangent."""
-
-    output: Tensor
-    gradient: Tensor | None = None
-    second: Tensor | None = None
-    third: Tensor | None = None
-    tangent: Tensor | None = None
-
-
+#: One rank's results by name: the output, and gradients of orders 1 to 3 or a tangent.
+Measured = dict[str, Tensor]
 #: Makes calls, of one rank or of all ranks: xs → ys.
 Program = Callable[[list[Tensor]], list[Tensor]]
+#: Measures (calls with their ranks, what makes these calls in one graph, the seed): `derivatives` or `tangents`.
+Measure = Callable[[Sequence[tuple[Case, int]], Program, int], list[Measured]]
 
 
-def on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None, orders: int = 2) -> Measured:
-    """Run the program on this rank; all ranks run it. `call` replaces the collective by another implementation."""
-    return _measured([(case, rank)], _program(case, rank, call), seed, orders)[0]
-
-
-def in_truth(case: Case, seed: int, orders: int = 2) -> list[Measured]:
-    """Run the program with all ranks in one graph."""
-    return _measured([(case, r) for r in range(case.size)], case.truth, seed, orders)
-
-
-def together_on_rank(table: Sequence[Case], rank: int, seed: int, program: Program) -> list[Measured]:
-    """Run the first order of the program for several calls, which `program` makes together, in one backward pass."""
-    return _measured([(case, rank) for case in table], program, seed, orders=1)
-
-
-def tangent_on_rank(case: Case, rank: int, seed: int, call: Callable[[Any], Tensor] | None = None) -> Measured:
-    """Run the call on this rank in forward mode; x has a different tangent on each rank."""
-    return _tangents([(case, rank)], _program(case, rank, call), seed)[0]
-
-
-def tangents_in_truth(case: Case, seed: int) -> list[Measured]:
-    """Run the call in forward mode with all ranks in one graph."""
-    return _tangents([(case, r) for r in range(case.size)], case.truth, seed)
-
-
-def _program(case: Case, rank: int, call: Callable[[Any], Tensor] | None) -> Program:
-    return lambda xs: [case.call(x, rank) if call is None else call(x) for x in xs]
-
-
-def _measured(each: Sequence[tuple[Case, int]], program: Program, seed: int, orders: int) -> list[Measured]:
-    """Run the program on these ranks' calls, in one graph."""
+def derivatives(each: Sequence[tuple[Case, int]], program: Program, seed: int, orders: int = 2) -> list[Measured]:
+    """Run the program up to this order of derivatives."""
     xs = [case.x(r, seed).requires_grad_() for case, r in each]
     ys = program(xs)
     # The total depends on every x, and so does its gradient: torch.autograd.grad raises for an unused input.
     zero = torch.stack([0 * real_inner(x, x) for x in xs]).sum()
     losses = [real_inner(case.w(y, r, seed), y.sin()) for (case, r), y in zip(each, ys, strict=True)]
-    found: list[tuple[Tensor, ...]] = []
+    found = [ys]
     for order in range(orders):
         total = torch.stack(losses).sum() + zero
         create_graph = order + 1 < orders
@@ -174,16 +118,23 @@ def _measured(each: Sequence[tuple[Case, int]], program: Program, seed: int, ord
         with torch.autograd.set_multithreading_enabled(False) if create_graph else nullcontext():
             gs = torch.autograd.grad(total, xs, create_graph=create_graph)
         losses = [real_inner(case.v(g, r, seed + order), g) for (case, r), g in zip(each, gs, strict=True)]
-        found.append(gs)
-    return [Measured(*(t.detach() for t in (y, *gs))) for y, *gs in zip(ys, *found, strict=True)]
+        found.append([*gs])
+    names = ("output", "gradient", "second", "third")[: 1 + orders]
+    return [{name: t.detach() for name, t in zip(names, of_call, strict=True)} for of_call in zip(*found, strict=True)]
 
 
-def _tangents(each: Sequence[tuple[Case, int]], program: Program, seed: int) -> list[Measured]:
+def tangents(each: Sequence[tuple[Case, int]], program: Program, seed: int) -> list[Measured]:
+    """Make the calls in forward mode; x has a different tangent on each rank."""
     with forward_ad.dual_level():
         duals: list[Any] = [(case.x(r, seed), case.x(r, seed + 1)) for case, r in each]
         ys = program([forward_ad.make_dual(*dual) for dual in duals])  # type: ignore[no-untyped-call]
         unpacked: list[Any] = [forward_ad.unpack_dual(y) for y in ys]  # type: ignore[no-untyped-call]
-    return [Measured(y, tangent=torch.zeros_like(y) if ty is None else ty) for y, ty in unpacked]
+    return [{"output": y, "tangent": torch.zeros_like(y) if ty is None else ty} for y, ty in unpacked]
+
+
+def in_truth(case: Case, seed: int, measure: Measure = derivatives) -> list[Measured]:
+    """Measure the call with all ranks in one graph."""
+    return measure([(case, r) for r in range(case.size)], case.truth, seed)
 
 
 def error(got: Tensor, expected: Tensor, scale: Sequence[Tensor]) -> float:
@@ -195,13 +146,8 @@ def error(got: Tensor, expected: Tensor, scale: Sequence[Tensor]) -> float:
 
 
 def errors(got: Measured, expected: Sequence[Measured], rank: int) -> dict[str, float]:
-    """Return one rank's error of each measured field, relative to the largest value on any rank."""
-
-    def one(name: str) -> float:
-        of_all = [getattr(m, name) for m in expected]
-        return error(getattr(got, name), of_all[rank], of_all)
-
-    return {f.name: one(f.name) for f in fields(Measured) if getattr(got, f.name) is not None}
+    """Return one rank's error of each result, relative to the largest value on any rank."""
+    return {name: error(x, expected[rank][name], [of[name] for of in expected]) for name, x in got.items()}
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────

@@ -69,18 +69,13 @@ class RanksFailedError(RuntimeError):
     ZeroDivisionError division by zero None
     """
 
-    def __init__(self, text: str, failures: dict[int, RankFailure | None] | None = None) -> None:
-        super().__init__(text)
+    def __init__(self, text: str, failures: dict[int, RankFailure | None] | None = None, timeout: float = 0) -> None:
         #: Per rank: how it failed; None for a rank that returned.
         self.failures = failures or {}
-
-    @classmethod
-    def of(cls, name: str, failures: dict[int, RankFailure | None], timeout: float) -> RanksFailedError:
-        """Return the error of a call in which ranks failed: first the cause, then what happened on each rank."""
-        error = cls(name, failures)
-        each = (f"── rank {r} of {len(failures)} ──\n{f.text if f else 'returned'}" for r, f in failures.items())
-        error.args = ("\n".join((f"{name}: {error._cause(timeout)}", *each)),)
-        return error
+        if failures:  # of the call that `text` names
+            each = (f"── rank {r} of {len(failures)} ──\n{f.text if f else 'returned'}" for r, f in failures.items())
+            text = "\n".join((f"{text}: {self._cause(timeout)}", *each))
+        super().__init__(text)
 
     @property
     def first(self) -> RankFailure | None:

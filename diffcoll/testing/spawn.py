@@ -139,7 +139,7 @@ class Ranks:
         failures = {r: answer if isinstance(answer, RankFailure) else None for r, answer in answers.items()}
         if any(failures.values()):
             self.close()
-            raise RanksFailedError.of("spawn", failures, timeout)
+            raise RanksFailedError("spawn", failures, timeout)
         return [load(answer) for answer in answers.values() if isinstance(answer, bytes)]
 
     def close(self) -> None:

@@ -100,8 +100,9 @@ def no_collectives() -> Iterator[None]:
         THREAD.refusal = ""
 
 
-def _truth(name: str, xs: list[Any], arguments: list[dict[str, Any]]) -> list[Any]:
+def _truth(name: str, calls: list[tuple[Any, dict[str, Any]]]) -> list[Any]:
     """Return the results of all ranks' calls of one collective by its definition in `diffcoll.truth`."""
+    xs, arguments = map(list, zip(*calls, strict=True))
     if any(isinstance(x, Tensor) and is_transformed(x) for x in xs):
         raise CollectiveMismatchError(
             f"{name}: a torch.func transform in one rank cannot differentiate through the graph of all ranks"

@@ -8,6 +8,7 @@ import dataclasses
 from functools import partial
 
 import torch
+from properties import LaidOut, on_rank
 from torch import nn
 
 import diffcoll as dc
@@ -49,7 +50,7 @@ def judge(rank, with_table=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class OnDevice(cases.Case):
+class OnDevice(LaidOut):
     """A case whose tensors arrive late on the device."""
 
     device: str = ""
@@ -66,16 +67,17 @@ class OnDevice(cases.Case):
 
 def table(rank):
     """Values and gradients to second order: uneven and empty blocks, async_op, ties; also of transposed memory."""
-    rows = cases.table(rank.n)
+    rows = [OnDevice(**vars(case), device=rank.device) for case in cases.table(rank.n)]
     rows += [dataclasses.replace(c, layout="transposed") for c in rows if any(s and len(s) > 1 for s in c.shapes)]
     assert len(rows) > 100
     for case in rows:
         with rank.part(case.name):
-            measured = vars(cases.on_rank(OnDevice(**vars(case), device=rank.device), rank.r, SEED))
-            assert {t.device.type for t in measured.values() if t is not None} == {rank.device}
-            found = cases.Measured(*(t if t is None else t.cpu() for t in measured.values()))
+            measured = on_rank(case, rank.r, SEED)
+            assert {t.device.type for t in measured.values()} == {rank.device}
+            found = {name: t.cpu() for name, t in measured.items()}
             rank.wait()  # a rank may have no result to wait for, and messages to send
-            for what, error in cases.errors(found, cases.in_truth(case, SEED), rank.r).items():
+            expected = cases.in_truth(dataclasses.replace(case, device="cpu"), SEED)
+            for what, error in cases.errors(found, expected, rank.r).items():
                 rank.check(f"{case}: {what}", error, 1e-12)
 
 

@@ -393,6 +393,7 @@ MISMATCHES = {
     "op": lambda r: dist.all_reduce(ones(1), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][r]),
     "src": lambda r: dist.broadcast(ones(1), r),
     "shape": lambda r: dist.all_reduce(ones(r + 1)),
+    "shape of a reduction": lambda r: dist.reduce(ones(2 - r), 0),  # one number can be added to two
     "dtype": lambda r: dist.all_reduce(ones(1) if r else ones(1).long()),
     "one rank's own": lambda r: dist.reduce_scatter_tensor(ones(1), ones(2).double()),
     "coalesced": lambda r: dist.group.WORLD.allreduce_coalesced([ones(1) for _ in range(r + 1)]).wait(),

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from diffcoll.engines.devices import cuda_is_missing
 from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, refuse_thread
 from diffcoll.engines.simulated.engine import LocalEngine
 from diffcoll.engines.simulated.group import SimulatedGroup
-from diffcoll.engines.simulated.world import LocalGroup
 
 _c = torch._C._distributed_c10d
 # DTensor enters FakeTensorMode, which sets a guard of devices in builds for CUDA without a GPU. In torch 2.11 the guard
@@ -45,8 +45,7 @@ if RELEASE < (2, 12) and cuda_is_missing():
 def with_groups(fn: Callable[[], Any]) -> Any:
     """Call fn with torch.distributed set up for the rank that this thread is."""
     me = THREAD.rank
-    me.c10d_groups = Groups()
-    me.c10d_groups.group_count = me.world.serial  # meshes find groups by name; those of another world find none
+    me.c10d_groups = _no_groups(me.world.serial)  # meshes find groups by name; those of another world find none
     dist.init_process_group("gloo", store=me.world.store, rank=me.number, world_size=me.world.size)
     try:
         return fn()
@@ -57,15 +56,10 @@ def with_groups(fn: Callable[[], Any]) -> Any:
 # ── each rank's groups ───────────────────────────────────────────────────────────────────────────────────
 
 
-class Groups:
-    """The process groups of one rank, in tables of the names that `distributed_c10d._World` has for a process."""
-
-    def __init__(self) -> None:
-        for name in dir(c10d._World):
-            if not name.startswith("_"):
-                setattr(self, name, {})
-        self.default_pg, self.group_count = None, 0
-        self.comms: list[Any] = []
+def _no_groups(count: int) -> SimpleNamespace:
+    """Return the tables of a rank that has no group yet, by the names that `distributed_c10d._World` has for them."""
+    tables: dict[str, Any] = {name: {} for name in dir(c10d._World) if not name.startswith("_")}
+    return SimpleNamespace(**{**tables, "default_pg": None, "group_count": count, "comms": []})
 
 
 class _GroupsOfThread:
@@ -98,8 +92,8 @@ def _make_group(real: Callable[..., Any], *args: Any, **more: Any) -> Any:
     _, _, ranks, _, store, name = args
     if ranks and me.number not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None
-    engine = LocalEngine(LocalGroup(tuple(ranks or range(me.world.size)), (name,)))
-    group = SimulatedGroup(engine, name)
+    engine = LocalEngine(tuple(ranks or range(me.world.size)), name)
+    group = SimulatedGroup(engine)
     use(group, engine)
     groups, tag = me.c10d_groups, more.get("pg_tag")
     tags = [f"user:{tag}"] if tag else ["", f"ptd:{name}"]

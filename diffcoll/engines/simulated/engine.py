@@ -17,7 +17,7 @@ from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.torch_private.tracing import is_traced
 from diffcoll.engines.engine import Blocks, Engine, Wait, add_up
 from diffcoll.engines.rank_state import NO_GRAPHS, THREAD
-from diffcoll.engines.simulated.world import Entry, LocalGroup, Rank, World
+from diffcoll.engines.simulated.world import Combine, Entry, Rank, World
 
 #: The reductions of torch.distributed besides sums and means.
 _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -31,13 +31,18 @@ _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class LocalEngine(Engine):
-    """A group of simulated ranks, seen by the one whose thread makes this."""
+    """A group of simulated ranks, seen by the one whose thread makes this.
 
-    def __init__(self, group: LocalGroup) -> None:
+    Args:
+        ranks: of the group, in order.
+        names: what tells groups of the same ranks apart: the name of torch.distributed, and the numbers of twins.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], *names: str) -> None:
         self.me: Rank = THREAD.rank
-        super().__init__(rank=group.ranks.index(self.me.number), size=len(group.ranks))
+        super().__init__(rank=ranks.index(self.me.number), size=len(ranks))
         self.world: World = self.me.world
-        self.group = group
+        self.ranks, self.names = ranks, names
         self.description = f"a simulated group of {self.size} ranks"
         self.in_one_graph = self.world.truth is not None
         self._meetings = 0  # how many this rank has joined
@@ -46,12 +51,12 @@ class LocalEngine(Engine):
     @property
     @override
     def global_ranks(self) -> tuple[int, ...]:
-        return self.group.ranks
+        return self.ranks
 
     @override
     def twin(self) -> LocalEngine:
         self._twins += 1
-        return LocalEngine(LocalGroup(self.group.ranks, (*self.group.key, self._twins)))
+        return LocalEngine(self.ranks, *self.names, str(self._twins))
 
     @override
     def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
@@ -71,19 +76,13 @@ class LocalEngine(Engine):
     def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: str) -> Any:
         if isinstance(x, Tensor) and is_traced(x):
             raise RuntimeError(f"{name}: {NO_GRAPHS}")
-        truth = self.world.truth
+        return self.meet(name, facts, (x, arguments), partial(self.world.truth, name))()
 
-        def combine(payloads: list[Any]) -> list[Any]:
-            assert truth is not None
-            return truth(name, *map(list, zip(*payloads, strict=True)))
-
-        return self.meet(name, facts, (x, arguments), combine)()
-
-    def meet(self, what: str, how: object, payload: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Wait:
+    def meet(self, what: str, how: object, payload: Any, combine: Combine) -> Wait:
         """Join the group's next meeting; return what waits for this rank's result."""
         self._meetings += 1
         entry = Entry(what, how, payload, self.now.origin)
-        return self.world.meet(self.me, self.group, self._meetings, entry, combine)
+        return self.world.meet(self.me, self.ranks, (*self.names, self._meetings), entry, combine)
 
 
 def deliver(op: str, ranks: Sequence[Sequence[tuple[Blocks, Blocks]]]) -> list[None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from diffcoll.engines.simulated.engine import LocalEngine, deliver, expect_like
 from diffcoll.engines.simulated.world import Entry, Meeting, expect_thread_of
 
 Tensors = list[Tensor]
+#: The source of a message that is received from any rank.
+_ANY = -1
 
 
 class SimulatedWork(dist.Work):
@@ -65,15 +67,6 @@ class SimulatedWork(dist.Work):
     _source_rank = source_rank
 
 
-class Message(NamedTuple):
-    """A send or a receive that waits for its counterpart."""
-
-    sends: bool
-    source: int | None  # None: any rank
-    tag: int
-    meeting: Meeting
-
-
 class SimulatedGroup(dist.ProcessGroup):
     """A group of simulated ranks, as seen by one of them."""
 
@@ -82,10 +75,9 @@ class SimulatedGroup(dist.ProcessGroup):
     group_desc = "simulated"
     _device_types = (torch.device("cpu"),)
 
-    def __init__(self, engine: LocalEngine, name: str) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
         self._engine = engine
-        self._name = name
 
     @property
     def engine(self) -> LocalEngine:
@@ -97,13 +89,13 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return self._name
+        return self._engine.names[0]
 
     def rank(self) -> int:
         return self.engine.rank
 
     def getGroupName(self) -> str:
-        return self._name
+        return self._engine.names[0]
 
     def getBackendName(self) -> str:
         return "diffcoll"  # for a "gloo" group DistributedDataParallel asks for gloo's backend
@@ -141,12 +133,11 @@ class SimulatedGroup(dist.ProcessGroup):
         sends = [self._everybody(x) if self._engine.rank == root else nothing for x in tensors]
         return self._exchange("broadcast", f"from rank {root}", sends, [self._only(root, x) for x in tensors])
 
-    def allreduce(self, tensors: Tensors, opts: Any = None, name: str = "all_reduce") -> SimulatedWork:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
         blocks = [self._everybody(x) for x in tensors]
-        return self._exchange(name, "", blocks, blocks, _op(opts))
+        return self._exchange("all_reduce", "", blocks, blocks, _op(opts))
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
-        return self.allreduce(tensors, opts, "all_reduce_coalesced")
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
         root = opts.rootRank
@@ -154,23 +145,18 @@ class SimulatedGroup(dist.ProcessGroup):
         sends = [self._only(root, x) for x in tensors]
         return self._exchange("reduce", f"to rank {root}", sends, recvs, _op(opts))
 
-    def allgather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None, name: str = "all_gather"
-    ) -> SimulatedWork:
-        return self._exchange(name, "", [self._everybody(x) for x in inputs], outputs)
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> SimulatedWork:
+        return self._exchange("all_gather", "", [self._everybody(x) for x in inputs], outputs)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> SimulatedWork:
         """The output at [s][i] is the input i of rank s."""
-        return self.allgather([list(ys) for ys in zip(*outputs, strict=True)], inputs, opts, "all_gather_coalesced")
+        return self.allgather([list(ys) for ys in zip(*outputs, strict=True)], inputs)
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = "all_gather_into_tensor"
-    ) -> SimulatedWork:
-        cut = [self._cut(y, x) for y, x in zip(outputs, inputs, strict=True)]
-        return self.allgather(cut, inputs, opts, name)
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimulatedWork:
+        return self.allgather([self._cut(y, x) for y, x in zip(outputs, inputs, strict=True)], inputs)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
-        return self.allgather_into_tensor_coalesced([output], [input], opts)
+        return self.allgather_into_tensor_coalesced([output], [input])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> SimulatedWork:
         root, (x,) = opts.rootRank, inputs
@@ -186,16 +172,11 @@ class SimulatedGroup(dist.ProcessGroup):
         sends = inputs[0] if self._engine.rank == root else self._everybody(None)
         return self._exchange("scatter", f"from rank {root}", [sends], [self._only(root, y)])
 
-    def reduce_scatter(
-        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None, name: str = "reduce_scatter"
-    ) -> SimulatedWork:
-        return self._exchange(name, "", inputs, [self._everybody(y) for y in outputs], _op(opts))
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> SimulatedWork:
+        return self._exchange("reduce_scatter", "", inputs, [self._everybody(y) for y in outputs], _op(opts))
 
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = "reduce_scatter_tensor"
-    ) -> SimulatedWork:
-        cut = [self._cut(x, y) for x, y in zip(inputs, outputs, strict=True)]
-        return self.reduce_scatter(outputs, cut, opts, name)
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimulatedWork:
+        return self.reduce_scatter(outputs, [self._cut(x, y) for x, y in zip(inputs, outputs, strict=True)], opts)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
@@ -206,8 +187,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> SimulatedWork:
-        sends, recvs = self._cut_rows(input, input_sizes), self._cut_rows(output, output_sizes)
-        return self._exchange("all_to_all_single", "", [sends], [recvs])
+        return self.alltoall(self._cut_rows(output, output_sizes), self._cut_rows(input, input_sizes))
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         return self._exchange("barrier", "", [], [])
@@ -241,35 +221,32 @@ class SimulatedGroup(dist.ProcessGroup):
         """Send to one rank. Ends when the message is received, as with gloo and NCCL: they do not buffer it."""
         return self._post(f"send to rank {dst}", tensors, True, self.engine.rank, dst, tag)
 
-    def recv(self, tensors: Tensors, src: int | None, tag: int) -> SimulatedWork:
-        source = "any rank" if src is None else f"rank {src}"
-        return self._post(f"recv from {source}", tensors, False, src, self.engine.rank, tag)
+    def recv(self, tensors: Tensors, src: int, tag: int) -> SimulatedWork:
+        return self._post(f"recv from rank {src}", tensors, False, src, self.engine.rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> SimulatedWork:
-        return self.recv(tensors, None, tag)
+        return self._post("recv from any rank", tensors, False, _ANY, self.engine.rank, tag)
 
     recvAnysource = recv_anysource
 
-    def _post(
-        self, what: str, tensors: Tensors, sends: bool, source: int | None, destination: int, tag: int
-    ) -> SimulatedWork:
+    def _post(self, what: str, tensors: Tensors, sends: bool, source: int, destination: int, tag: int) -> SimulatedWork:
         """Deliver a message whose counterpart waits for it, or let it wait."""
         (x,) = map(plain, tensors)
         engine, world = self.engine, self._engine.world
         entry = Entry(f"torch.distributed.{what}{f', tag {tag}' if tag else ''}", None, x, None)
-        waiting = world.mailboxes[engine.group, destination]
-        for other in waiting:
-            known = {source, other.source} - {None}
-            if (other.sends, other.tag) == (not sends, tag) and len(known) == 1:
-                meeting, (sender,) = other.meeting, known
-                waiting.remove(other)
+        mailbox = engine.ranks, engine.names, destination, tag
+        counterparts = world.mailboxes[mailbox, not sends]
+        for other, meeting in counterparts:
+            if source == other or _ANY in (source, other):
+                counterparts.remove((other, meeting))
                 meeting.entries[engine.me.number] = entry
-                pair = [engine.group.ranks[r] for r in (sender, destination)]
+                sender = max(source, other)
+                pair = [engine.ranks[r] for r in (sender, destination)]
                 world.complete(meeting, pair, partial(_receive, sender, destination))
                 break
         else:
             meeting = Meeting({engine.me.number: entry})
-            waiting.append(Message(sends, source, tag, meeting))
+            world.mailboxes[mailbox, sends].append((source, meeting))
         return SimulatedWork(partial(world.wait, engine.me, meeting), [x])
 
 

@@ -27,22 +27,15 @@ from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, Origin, messag
 from diffcoll.engines.rank_state import THREAD, NotARankError, launched_as, outsiders, seed_rank
 from diffcoll.engines.simulated.state import State, shared_forward_mode
 
-#: (name of the collective, each rank's tensor, each rank's arguments) → each rank's result.
-Truth = Callable[[str, list[Any], list[dict[str, Any]]], list[Any]]
+#: What each rank of a meeting brings → each rank's result.
+Combine = Callable[[list[Any]], Sequence[Any]]
+#: (name of the collective, each rank's tensor and arguments) → each rank's result.
+Truth = Callable[[str, list[tuple[Any, dict[str, Any]]]], list[Any]]
 
 #: Held while ranks run: random numbers and the environment are the process's.
 _one_world = threading.Lock()
 #: Numbers of worlds, far enough apart for the names of groups to be counted from them.
 _serials = count(step=10**6)
-
-
-@dataclass(frozen=True)
-class LocalGroup:
-    """Some ranks of a simulated world, in order."""
-
-    ranks: tuple[int, ...]
-    #: Tells groups of the same ranks apart: the name of torch.distributed, and the numbers of twins.
-    key: tuple[str | int, ...]
 
 
 @dataclass(eq=False, repr=False)
@@ -55,14 +48,12 @@ class Entry:
     origin: Origin | None  # the forward call, if this is its backward
 
     def __post_init__(self) -> None:
-        self.within = ""  # words, if this is a forward call that a backward makes
-        if self.origin is None:
-            self.line, self.within = Origin(self.what), within_backward()
+        self.forward = self.origin or Origin(self.what)
+        self.within = "" if self.origin else within_backward()  # words, if a backward makes this forward call
 
     def __str__(self) -> str:
-        if self.origin is None:
-            return f"waits in {self.what} at {self.line.line}{self.within}"
-        return f"waits in {self.origin.backward} of {self.origin.name} called at {self.origin.line}"
+        call = f"{self.origin.backward} of {self.origin.name} called" if self.origin else self.what
+        return f"waits in {call} at {self.forward.line}{self.within}"
 
 
 @dataclass(eq=False, repr=False)
@@ -96,13 +87,9 @@ class Rank(threading.Thread):
     def run(self) -> None:
         """Run the body when it is this rank's turn."""
         self.turn.acquire()
-        if not self.world.stopped:
-            self._run()
-        if not self.world.stopped:
-            self.world.next()
-
-    def _run(self) -> None:
         THREAD.rank, world = self, self.world
+        if world.stopped:
+            return
         world.before.restore()
         torch.set_num_threads(world.threads)
         self.stream = seed_rank(world.seed, self.number)
@@ -118,6 +105,8 @@ class Rank(threading.Thread):
         finally:  # graphs refer to engines, and these to the rank, which must not refer to tensors
             self.default_group = self.c10d_groups = None
             del self.body
+        if not world.stopped:
+            world.next()
 
 
 class World:
@@ -127,7 +116,7 @@ class World:
         self.size = size
         self.serial = next(_serials)
         self.seed = seed
-        self.truth = truth
+        self.truth: Any = truth
         # Of an operation of a rank; a thread pool for each rank would take as many threads as ranks times cores.
         self.threads = max(1, torch.get_num_threads() // size)
         self.stopped = False  # by Ctrl-C
@@ -135,12 +124,12 @@ class World:
         self._ranks: list[Rank] = []
         self._ready: deque[Rank] = deque()
         self._over = threading.Semaphore(0)
-        self._meetings: dict[tuple[LocalGroup, int], Meeting] = {}
-        #: For torch.distributed: the store, and by group and receiver the messages that wait for their counterpart.
+        self._meetings: dict[object, Meeting] = {}
+        #: For torch.distributed: the store, and the messages that wait for their counterpart, see `SimulatedGroup`.
         # Programs of several processes may wait for a key that another rank sets later; here that rank would not run.
         self.store = HashStore()
         self.store.set_timeout(timedelta(seconds=1))
-        self.mailboxes: defaultdict[tuple[LocalGroup, int], list[Any]] = defaultdict(list)
+        self.mailboxes: defaultdict[object, list[tuple[int, Meeting]]] = defaultdict(list)
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank. Returns their results in the order of ranks, or raises the first error."""
@@ -175,24 +164,21 @@ class World:
         if self.failures:
             number, error = self.failures[0]
             if hasattr(error, "add_note"):  # Python 3.11 and later
-                others = [f"; rank {r.number} {r.outcome}" for r in ranks if r.number != number]
-                error.add_note(f"raised on simulated rank {number} of {self.size}{''.join(others[:8])}")
+                error.add_note(f"raised on simulated rank {number} of {self.size}")
             raise error
         return results
 
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def meet(
-        self, me: Rank, group: LocalGroup, number: int, entry: Entry, combine: Callable[[list[Any]], Sequence[Any]]
-    ) -> Callable[[], Any]:
-        """Add this rank's entry to the group's meeting of this number. Returns a function that waits for its result."""
+    def meet(self, me: Rank, ranks: tuple[int, ...], name: object, entry: Entry, combine: Combine) -> Callable[[], Any]:
+        """Add this rank's entry to the meeting of these ranks; returns a function that waits for its result."""
         expect_thread_of(me)
-        meeting = self._meetings.setdefault((group, number), Meeting())
+        meeting = self._meetings.setdefault((ranks, name), Meeting())
         first_rank, first = next(iter(meeting.entries.items()), (me.number, entry))
         meeting.entries[me.number] = entry
-        complete = len(meeting.entries) == len(group.ranks)
+        complete = len(meeting.entries) == len(ranks)
         if complete:
-            del self._meetings[group, number]
+            del self._meetings[ranks, name]
         if meeting.off:
             pass
         elif entry.what != first.what:
@@ -202,10 +188,10 @@ class World:
             why = f"{entry.what} was called with different arguments: {differ}"
             self.call_off([meeting], why + _remedy(entry.what))
         elif complete:
-            self.complete(meeting, group.ranks, combine)
+            self.complete(meeting, ranks, combine)
         return partial(self.wait, me, meeting)
 
-    def complete(self, meeting: Meeting, ranks: Sequence[int], combine: Callable[[list[Any]], Sequence[Any]]) -> None:
+    def complete(self, meeting: Meeting, ranks: Sequence[int], combine: Combine) -> None:
         """Give each of these ranks its result, or call the meeting off if what they bring does not fit together."""
         try:
             results = combine([meeting.entries[r].payload for r in ranks])
@@ -253,8 +239,8 @@ class World:
         entries = {number: entry for meeting in meetings for number, entry in meeting.entries.items()}
         doing = [f"  rank {rank.number} {_doing(rank, meetings, entries)}" for rank in self._ranks]
         text = "\n".join((f"simulated ranks cannot go on: {why}", *doing))
-        if of_backward := [entry for entry in entries.values() if entry.origin or entry.within]:
-            text += f"\na rank that is elsewhere {not_run(next((e.origin for e in of_backward if e.origin), None))}"
+        if of_backward := [entry.origin for entry in entries.values() if entry.origin or entry.within]:
+            text += f"\na rank that is elsewhere {not_run(next(filter(None, of_backward), None))}"
         for meeting in meetings:
             meeting.off = text
             self._wake(meeting)
