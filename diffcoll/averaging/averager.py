@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from diffcoll.averaging.buckets import is_channels_last
 from diffcoll.averaging.global_mean import checked_count
 from diffcoll.averaging.messages import NAME, broadcast_from_first, twin
 from diffcoll.averaging.parameters import differentiable, named_parameters
@@ -86,9 +85,6 @@ class GradientAverager:
         expect.flag(NAME, "broadcast", broadcast)
         named = named_parameters(module_or_params)
         engine = resolve(group, NAME)
-        if engine.in_one_graph:
-            got, expected = "simulated ranks that share one autograd graph", "ranks that call backward themselves"
-            raise RuntimeError(message(NAME, "group", got, expected))
         buffers = [*module_or_params.named_buffers()] if isinstance(module_or_params, nn.Module) else []
         arguments = f"{how=}, bucket_mb={float(bucket_mb)}, {comm_dtype=}, {broadcast=}"
         tensors = [*named, *(buffers if broadcast else [])]
@@ -161,5 +157,4 @@ class GradientAverager:
 
 def _fact(name: str, t: Tensor) -> str:
     """Describe what must be the same on all ranks."""
-    layout = " channels_last" if is_channels_last(t) else ""
-    return f"{name}: {tuple(t.shape)} {t.dtype}{layout} on {t.device.type}"
+    return f"{name}: {tuple(t.shape)} {t.dtype} strides {t.stride()} on {t.device.type}"

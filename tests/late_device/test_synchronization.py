@@ -64,7 +64,7 @@ def reused_for_a_bucket(size=150):
             loss = a.square().sum()
         streams.back(loss.detach())
         loss = loss + b.square().sum()
-        kept = torch.full((2 * size * size + 1,), 3.0, device="late") * 3  # as large as two gradients and the count
+        kept = torch.full((2 * size * size,), 3.0, device="late") * 3  # as large as two gradients
         averager.backward(loss)  # allocates a bucket, since the gradients of the last block are held
         held += [a.grad, b.grad]
     right = [4 * p.detach().cpu() for p in (a, b)]
