@@ -83,19 +83,18 @@ class GradientAverager:
             expected = f"{', '.join(map(str, FLOATS))} or None"
             raise TypeError(message(NAME, "comm_dtype", repr(comm_dtype), expected))
         expect.flag(NAME, "broadcast", broadcast)
-        named = named_parameters(module_or_params)
+        tensors = named_parameters(module_or_params)
+        named = differentiable(tensors)
+        if broadcast and isinstance(module_or_params, nn.Module):
+            tensors += module_or_params.named_buffers()
         engine = resolve(group, NAME)
-        buffers = [*module_or_params.named_buffers()] if isinstance(module_or_params, nn.Module) else []
         arguments = f"{how=}, bucket_mb={float(bucket_mb)}, {comm_dtype=}, {broadcast=}"
-        tensors = [*named, *(buffers if broadcast else [])]
-        Control(engine, NAME).agree_on_each(
-            [arguments, *(_fact(*pair) for pair in tensors)], "arguments, parameters or buffers"
-        )
+        facts = [f"{name}: {tuple(t.shape)} {t.dtype} strides {t.stride()} on {t.device.type}" for name, t in tensors]
+        Control(engine, NAME).agree_on_each([arguments, *facts], "arguments, parameters or buffers")
         if broadcast:
             broadcast_from_first([t for _, t in tensors], group)
         self._group, self._is_closed = group, False
-        nbytes = bucket_mb * 2**20
-        self._reducer = Reducer(differentiable(named), twin(engine, self), how == "mean", nbytes, comm_dtype)
+        self._reducer = Reducer(named, twin(engine, self), how == "mean", bucket_mb * 2**20, comm_dtype)
 
     @property
     def group(self) -> Group:
@@ -153,8 +152,3 @@ class GradientAverager:
     def __getattr__(self, name: str) -> Any:
         """Explain that a module's attributes are the module's."""
         raise AttributeError(f"{name}: {_NO_WRAPPER}")
-
-
-def _fact(name: str, t: Tensor) -> str:
-    """Describe what must be the same on all ranks."""
-    return f"{name}: {tuple(t.shape)} {t.dtype} strides {t.stride()} on {t.device.type}"

@@ -20,10 +20,12 @@ class Parameter:
     def __init__(self, index: int, name: str, tensor: Tensor, comm_dtype: torch.dtype | None) -> None:
         self.index, self.name, self.tensor = index, name, tensor
         self.dtype, self.shape = tensor.dtype, tensor.shape
-        #: The dtype in which its gradient is sent.
-        self.sent_dtype = self.dtype if comm_dtype is None or comm_dtype == self.dtype.to_real() else comm_dtype
+        sent_dtype = self.dtype if comm_dtype is None or comm_dtype == self.dtype.to_real() else comm_dtype
+        self._is_sent_in_pairs = self.dtype.is_complex and not sent_dtype.is_complex
+        #: Its gradient as it is sent, without memory: its dtype, shape and strides, those of a dense parameter.
+        self.meta = torch.empty_like(self.as_sent(tensor.detach()), dtype=sent_dtype, device="meta")
         #: Whether its gradient is copied together with others; the same on all ranks: small ones stand first.
-        self.is_small = self.sent_dtype == self.dtype and tensor.nbytes < SMALL
+        self.is_small = sent_dtype == self.dtype and tensor.nbytes < SMALL
         #: Where its gradient is reduced; None: it was frozen when the buckets were made.
         self.bucket: Bucket | None = None
         #: In a block, where its gradient is on this rank; after the note, the largest state of all ranks.
@@ -33,8 +35,8 @@ class Parameter:
         self.version = 0
 
     def as_sent(self, x: Tensor) -> Tensor:
-        """Return a tensor in the shape in which the gradient is sent: real pairs if only the parameter is complex."""
-        return torch.view_as_real(x.resolve_conj()) if x.is_complex() and not self.sent_dtype.is_complex else x
+        """Return a gradient in the shape in which it is sent: complex numbers in a real dtype as pairs."""
+        return torch.view_as_real(x.resolve_conj()) if self._is_sent_in_pairs else x
 
     def check(self, grad: Tensor) -> None:
         """Raise if a gradient cannot be reduced."""
@@ -87,25 +89,20 @@ class Bucket:
 
     def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = sorted(parameters, key=lambda p: not p.is_small)
-        self.dtype, self._device = parameters[0].sent_dtype, parameters[0].tensor.device
+        self._dtype, self._device = parameters[0].meta.dtype, parameters[0].tensor.device
         self._allocate()
         self.begin()
 
     def _allocate(self) -> None:
         """Allocate the memory and count the bucket's own references to it, without those of local variables."""
-        self._lay_out()
-        self._uses = storage_uses(self.row)
-
-    def _lay_out(self) -> None:
-        parts = [p.as_sent(p.tensor.detach()) for p in self.parameters]
-        sizes = [part.numel() for part in parts]
-        row = torch.empty(sum(sizes), dtype=self.dtype, device=self._device)
+        sizes = [p.meta.numel() for p in self.parameters]
+        row = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+        pieces = zip(self.parameters, row.split_with_sizes(sizes), strict=True)
+        self.memory = {p: piece.as_strided(p.meta.shape, p.meta.stride()) for p, piece in pieces}
         self.row = torch.view_as_real(row).view(-1) if row.is_complex() else row  # what is reduced
-        self._row_of_small = row[: sum(p.tensor.numel() for p in self.parameters if p.is_small)]
-        self.memory: dict[Parameter, Tensor] = {}
-        for p, part, piece in zip(self.parameters, parts, row.split_with_sizes(sizes), strict=True):
-            strides = torch.empty_like(part, device="meta").stride()  # those of the parameter, if it is dense
-            self.memory[p] = piece.as_strided(part.shape, strides)
+        self._row_of_small = row[: sum(p.meta.numel() for p in self.parameters if p.is_small)]
+        del row, pieces
+        self._uses = storage_uses(self.row)
 
     def begin(self) -> None:
         """Start a block; memory that anything but `.grad` refers to is replaced: a gradient that is held stays.
@@ -191,11 +188,10 @@ def cut(order: list[Parameter], nbytes: float) -> list[Bucket]:
     filling: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], float] = {}
     for p in order:
-        key = p.sent_dtype, p.tensor.device
-        more = p.as_sent(p.tensor.detach()).numel() * p.sent_dtype.itemsize
-        if key not in filling or sizes[key] + more > nbytes:
+        key = p.meta.dtype, p.tensor.device
+        if key not in filling or sizes[key] + p.meta.nbytes > nbytes:
             filling[key], sizes[key] = [], 0.0
             contents.append(filling[key])
         filling[key].append(p)
-        sizes[key] += more
+        sizes[key] += p.meta.nbytes
     return [Bucket(parameters) for parameters in sorted(contents, key=lambda each: order.index(each[-1]))]

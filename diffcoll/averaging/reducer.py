@@ -138,7 +138,7 @@ class Block:
     """The context manager of `GradientAverager.reduce`."""
 
     def __init__(self, reducer: Reducer, count: float | Tensor | None) -> None:
-        self._reducer, self._count = reducer, count
+        self._reducer, self._given = reducer, count
         is_mean = reducer.is_mean and count is None
         self._scale = 1 / reducer.engine.size if is_mean else 1.0
         #: What must not be reduced twice: a mean of what is equal on all ranks changes nothing.
@@ -147,16 +147,18 @@ class Block:
     @untraced
     def __enter__(self) -> None:
         """Prepare the buckets."""
-        reducer, count = self._reducer, self._count
+        reducer, count = self._reducer, self._given
         if reducer.block is not None:
             raise RuntimeError(f"{NAME}.reduce: entered within a block of the same {NAME}; use one block a step")
         if isinstance(count, Tensor):
-            self._count = float(count) if count.is_cpu else count.to(reducer.zero, copy=True)
-        if isinstance(self._count, (int, float)) and is_capturing():
+            count = float(count) if count.is_cpu else count.to(reducer.zero, copy=True)
+        if isinstance(count, (int, float)) and is_capturing():
             raise RuntimeError(
                 f"{NAME}.reduce: count: got a number of the host while a CUDA graph is captured, which every replay "
                 "would repeat; pass a 0-d tensor on the device"
             )
+        #: The number, or a copy of the count on the device.
+        self._count = count
         #: One for each bucket that was sent.
         self._sent: list[Message] = []
         #: The witness's gradient, and the version that autograd has given it.
@@ -260,7 +262,6 @@ class Block:
             if failure is not None:
                 text = "".join(traceback.format_exception(failure))
                 timer = threading.Timer(PATIENCE, sys.stderr.write, [text])
-                timer.daemon = True
                 timer.start()
                 stack.callback(timer.cancel)
             for bucket in reducer.buckets[len(self._sent) : reducer.n_early]:

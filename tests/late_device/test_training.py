@@ -99,7 +99,8 @@ def on_rank(r, reduction, **settings):
         if reduction == "sum":
             model(x[:half], step, streams).sum().backward()
         rows = model(x[half:] if reduction == "sum" else x, step, streams)
-        count = torch.full((), len(x), device="late") if reduction == "count" else None
+        counted = torch.full((), len(x), device="late") if r == 0 else len(x)
+        count = counted if reduction == "count" else None
         averager.backward(rows.mean() if reduction == "mean" else rows.sum(), count=count)
         optimizer.step()
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
