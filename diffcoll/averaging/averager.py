@@ -46,9 +46,9 @@ class GradientAverager:
 
     Args:
         module_or_params: an `nn.Module`, parameters, or pairs (name, parameter); the same on all ranks in number,
-            order, names, shapes and dtypes, which may be mixed, as devices may. Integer parameters are only broadcast.
-            Parameters may be frozen and unfrozen at any time. Those that a module gets later are not averaged: make
-            the averager when the model is complete, like an optimizer.
+            order, names, shapes, strides and dtypes, which may be mixed, as devices may. Integer parameters are only
+            broadcast. Parameters may be frozen and unfrozen at any time. Those that a module gets later are not
+            averaged: make the averager when the model is complete, like an optimizer.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: `"mean"`: Σ_r g_r / N, for equal batches and for losses of `diffcoll.nn`. `"sum"`: Σ_r g_r, if each
             loss is already divided by the global count. A block with a `count` replaces both. Spelled as in
@@ -89,7 +89,8 @@ class GradientAverager:
             tensors += module_or_params.named_buffers()
         engine = resolve(group, NAME)
         arguments = f"{how=}, bucket_mb={float(bucket_mb)}, {comm_dtype=}, {broadcast=}"
-        facts = [f"{name}: {tuple(t.shape)} {t.dtype} strides {t.stride()} on {t.device.type}" for name, t in tensors]
+        facts = [f"{name}: {tuple(t.shape)} {t.dtype} on {t.device.type}" for name, t in tensors]
+        facts += [f"{name}: strides {t.stride()}" for name, t in named]  # which their gradients get
         Control(engine, NAME).agree_on_each([arguments, *facts], "arguments, parameters or buffers")
         if broadcast:
             broadcast_from_first([t for _, t in tensors], group)

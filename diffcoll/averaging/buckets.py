@@ -51,13 +51,14 @@ class Parameter:
             )
 
     def is_reduced(self) -> bool:
-        """Whether `.grad` is what the last block assigned, and was neither zeroed nor modified."""
+        """Whether `.grad` is what the last block assigned, neither zeroed nor modified nor frozen since."""
         grad = self.tensor.grad
-        return grad is not None and grad is self.assigned and version(grad) == self.version
+        is_same = grad is not None and grad is self.assigned and version(grad) == self.version
+        return is_same and self.tensor.requires_grad
 
     def refuse_reduced(self) -> None:
         """Raise if a reduced gradient would be reduced again."""
-        if self.is_reduced() and self.tensor.requires_grad:
+        if self.is_reduced():
             raise RuntimeError(
                 f"{NAME}.reduce: {self.name}: its gradient was reduced by the last block, and a sum would reduce it "
                 "again; call zero_grad() before the next gradients"

@@ -49,7 +49,7 @@ class Reducer:
         #: The open block, and whether backward has run outside of one since the last, as far as the witness tells.
         self.block: Block | None = None
         self.is_local = False
-        #: No count, in the finest dtype: what a rank without a count on a device adds to those of the others.
+        #: The count of a rank that has none on a device, in the finest dtype.
         finest = fold(torch.promote_types, (p.dtype.to_real() for p in self.parameters), torch.float32)
         self.zero = torch.zeros((), dtype=finest, device=self.parameters[0].tensor.device)
         self._control = Control(engine, NAME)
