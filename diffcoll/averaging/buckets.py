@@ -114,8 +114,8 @@ class Bucket:
         for p, memory in self.memory.items():
             if p.assigned is None or p.tensor.grad is not p.assigned:
                 p.assigned = None
-            elif p.assigned.is_set_to(memory):  # conversions of a module give the same object other memory
-                uses += 1
+            elif p.tensor.requires_grad and p.assigned.is_set_to(memory):
+                uses += 1  # not a frozen gradient, which stays, nor one to which a conversion gave other memory
         is_shared = self.row.is_cpu and self.row.untyped_storage().is_shared()
         if storage_uses(self.row) > uses or is_shared:
             self._allocate()
@@ -176,7 +176,8 @@ class Bucket:
 
     def divide(self, divisor: Tensor) -> None:
         """Divide reduced gradients; half precision in float32, which can represent the divisor."""
-        torch.div(self.row.to(wider(self.row.dtype)), divisor.to(self._device), out=self.row)
+        wide = self.row.to(wider(self.row.dtype))
+        torch.div(wide, divisor.to(wide), out=self.row)
 
     def __str__(self) -> str:
         first, *others = [p.name for p in self.parameters]

@@ -132,6 +132,7 @@ def test_parameters_that_are_unfrozen_and_frozen_later():
         p, unfrozen, frozen = parts = [nn.Parameter(torch.full((2,), r + 2.0)) for _ in range(3)]
         unfrozen.requires_grad_(False)
         averager = dc.GradientAverager(parts, broadcast=False)
+        averager.backward(p.sum())  # after which the order is that of rank 0
         unfrozen.requires_grad_(True)
         frozen.grad = frozen.detach().clone()
         frozen.requires_grad_(False)
