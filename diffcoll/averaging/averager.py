@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from diffcoll.averaging.buckets import is_channels_last
 from diffcoll.averaging.global_mean import checked_count
 from diffcoll.averaging.messages import NAME, broadcast_from_first, twin
 from diffcoll.averaging.parameters import differentiable, named_parameters
@@ -47,9 +46,9 @@ class GradientAverager:
 
     Args:
         module_or_params: an `nn.Module`, parameters, or pairs (name, parameter); the same on all ranks in number,
-            order, names, shapes and dtypes, which may be mixed, as devices may. Integer parameters are only broadcast.
-            Parameters may be frozen and unfrozen at any time. Those that a module gets later are not averaged: make
-            the averager when the model is complete, like an optimizer.
+            order, names, shapes, strides and dtypes, which may be mixed, as devices may. Integer parameters are only
+            broadcast. Parameters may be frozen and unfrozen at any time. Those that a module gets later are not
+            averaged: make the averager when the model is complete, like an optimizer.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: `"mean"`: Σ_r g_r / N, for equal batches and for losses of `diffcoll.nn`. `"sum"`: Σ_r g_r, if each
             loss is already divided by the global count. A block with a `count` replaces both. Spelled as in
@@ -84,22 +83,19 @@ class GradientAverager:
             expected = f"{', '.join(map(str, FLOATS))} or None"
             raise TypeError(message(NAME, "comm_dtype", repr(comm_dtype), expected))
         expect.flag(NAME, "broadcast", broadcast)
-        named = named_parameters(module_or_params)
+        tensors = named_parameters(module_or_params)
+        named = differentiable(tensors)
+        if broadcast and isinstance(module_or_params, nn.Module):
+            tensors += module_or_params.named_buffers()
         engine = resolve(group, NAME)
-        if engine.in_one_graph:
-            got, expected = "simulated ranks that share one autograd graph", "ranks that call backward themselves"
-            raise RuntimeError(message(NAME, "group", got, expected))
-        buffers = [*module_or_params.named_buffers()] if isinstance(module_or_params, nn.Module) else []
         arguments = f"{how=}, bucket_mb={float(bucket_mb)}, {comm_dtype=}, {broadcast=}"
-        tensors = [*named, *(buffers if broadcast else [])]
-        Control(engine, NAME).agree_on_each(
-            [arguments, *(_fact(*pair) for pair in tensors)], "arguments, parameters or buffers"
-        )
+        facts = [f"{name}: {tuple(t.shape)} {t.dtype} on {t.device.type}" for name, t in tensors]
+        facts += [f"{name}: strides {t.stride()}" for name, t in named]  # which their gradients get
+        Control(engine, NAME).agree_on_each([arguments, *facts], "arguments, parameters or buffers")
         if broadcast:
             broadcast_from_first([t for _, t in tensors], group)
         self._group, self._is_closed = group, False
-        nbytes = bucket_mb * 2**20
-        self._reducer = Reducer(differentiable(named), twin(engine, self), how == "mean", nbytes, comm_dtype)
+        self._reducer = Reducer(named, twin(engine, self), how == "mean", bucket_mb * 2**20, comm_dtype)
 
     @property
     def group(self) -> Group:
@@ -157,9 +153,3 @@ class GradientAverager:
     def __getattr__(self, name: str) -> Any:
         """Explain that a module's attributes are the module's."""
         raise AttributeError(f"{name}: {_NO_WRAPPER}")
-
-
-def _fact(name: str, t: Tensor) -> str:
-    """Describe what must be the same on all ranks."""
-    layout = " channels_last" if is_channels_last(t) else ""
-    return f"{name}: {tuple(t.shape)} {t.dtype}{layout} on {t.device.type}"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from math import inf
-from typing import TypeAlias
-
 import torch
 from torch import Tensor
 
-from diffcoll.averaging.messages import NAME
+from diffcoll.averaging.messages import NAME, UNUSED, USED
 from diffcoll.core.dtypes import wider
 from diffcoll.core.torch_private.tensors import copy_each, storage_uses, version
-from diffcoll.engines.devices import current_stream, is_capturing
-from diffcoll.engines.engine import Engine
+from diffcoll.engines.devices import current_stream
 
 #: Gradients of fewer bytes are copied into the bucket by one call: for them a call takes longer than the copy.
 SMALL = 64 << 10
@@ -23,20 +19,24 @@ class Parameter:
 
     def __init__(self, index: int, name: str, tensor: Tensor, comm_dtype: torch.dtype | None) -> None:
         self.index, self.name, self.tensor = index, name, tensor
-        self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
-        #: The dtype in which its gradient is sent.
-        self.sent_dtype = self.dtype if comm_dtype is None or comm_dtype == self.dtype.to_real() else comm_dtype
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        sent_dtype = self.dtype if comm_dtype is None or comm_dtype == self.dtype.to_real() else comm_dtype
+        self._is_sent_in_pairs = self.dtype.is_complex and not sent_dtype.is_complex
+        #: Its gradient as it is sent, without memory: its dtype, shape and strides, those of a dense parameter.
+        self.meta = torch.empty_like(self.as_sent(tensor.detach()), dtype=sent_dtype, device="meta")
         #: Whether its gradient is copied together with others; the same on all ranks: small ones stand first.
-        self.is_small = self.sent_dtype == self.dtype and tensor.nbytes < SMALL and not is_channels_last(tensor)
+        self.is_small = sent_dtype == self.dtype and tensor.nbytes < SMALL
         #: Where its gradient is reduced; None: it was frozen when the buckets were made.
         self.bucket: Bucket | None = None
+        #: In a block, where its gradient is on this rank; after the note, the largest state of all ranks.
+        self.state = UNUSED
         #: `.grad` as a block has assigned it, and its version then; backward outside of a block advances that.
         self.assigned: Tensor | None = None
         self.version = 0
 
-    def as_sent(self) -> Tensor:
-        """Return the parameter in the shape in which its gradient is sent."""
-        return _as_sent(self.tensor.detach(), self.sent_dtype)
+    def as_sent(self, x: Tensor) -> Tensor:
+        """Return a gradient in the shape in which it is sent: complex numbers in a real dtype as pairs."""
+        return torch.view_as_real(x.resolve_conj()) if self._is_sent_in_pairs else x
 
     def check(self, grad: Tensor) -> None:
         """Raise if a gradient cannot be reduced."""
@@ -51,9 +51,10 @@ class Parameter:
             )
 
     def is_reduced(self) -> bool:
-        """Whether `.grad` is what the last block assigned, and was neither zeroed nor modified."""
+        """Whether `.grad` is what the last block assigned, neither zeroed nor modified nor frozen since."""
         grad = self.tensor.grad
-        return grad is not None and grad is self.assigned and version(grad) == self.version
+        is_same = grad is not None and grad is self.assigned and version(grad) == self.version
+        return is_same and self.tensor.requires_grad
 
     def refuse_reduced(self) -> None:
         """Raise if a reduced gradient would be reduced again."""
@@ -71,7 +72,7 @@ class Parameter:
         if reduced.dtype == self.dtype:
             grad = reduced.data
         elif self.dtype.is_complex:
-            grad = torch.view_as_complex(reduced.to(self.dtype.to_real())).clone()
+            grad = torch.view_as_complex(reduced.to(self.dtype.to_real()))
         else:
             grad = reduced.to(self.dtype)
         self.tensor.grad = self.assigned = grad
@@ -85,185 +86,114 @@ class Parameter:
 
 
 class Bucket:
-    """Gradients that are reduced in one message, followed by `n_tail` more numbers."""
+    """Gradients of one dtype and device that are reduced in one message."""
 
-    def __init__(self, parameters: list[Parameter], dtype: torch.dtype, device: torch.device, n_tail: int = 0) -> None:
+    def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = sorted(parameters, key=lambda p: not p.is_small)
-        self.dtype, self.device, self._n_tail = dtype, device, n_tail
-        #: Parameters whose gradient is still to come in this block, and those whose gradient is in the memory.
-        self.pending: set[Parameter] = set()
-        self.packed: set[Parameter] = set()
-        self._stream: torch.Stream | None = None
-        self._others: set[torch.Stream] = set()
+        self._dtype, self._device = parameters[0].meta.dtype, parameters[0].tensor.device
         self._allocate()
+        self.begin()
 
     def _allocate(self) -> None:
         """Allocate the memory and count the bucket's own references to it, without those of local variables."""
-        self._lay_out()
-        self._uses = storage_uses(self.body)
-
-    def _lay_out(self) -> None:
-        parts = [p.as_sent() for p in self.parameters]
-        sizes = [part.numel() for part in parts]
-        memory = torch.empty(sum(sizes) + self._n_tail, dtype=self.dtype, device=self.device)
-        self.row = torch.view_as_real(memory).view(-1) if self.dtype.is_complex else memory  # what is reduced
-        self.body, self.tail = memory.split_with_sizes([sum(sizes), self._n_tail])
-        self._body_of_small = memory[: sum(p.tensor.numel() for p in self.parameters if p.is_small)]
-        self.memory: dict[Parameter, Tensor] = {}
-        for p, part, row in zip(self.parameters, parts, self.body.split_with_sizes(sizes), strict=True):
-            is_plain = not is_channels_last(part)
-            self.memory[p] = row.view(part.shape) if is_plain else row.as_strided(part.shape, part.stride())
-        if not memory.is_cpu:  # without synchronization, memory is safe on its allocation stream only
-            self._stream = current_stream(memory.device)
-            self._others.clear()
+        sizes = [p.meta.numel() for p in self.parameters]
+        row = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+        pieces = zip(self.parameters, row.split_with_sizes(sizes), strict=True)
+        self.memory = {p: piece.as_strided(p.meta.shape, p.meta.stride()) for p, piece in pieces}
+        self.row = torch.view_as_real(row).view(-1) if row.is_complex() else row  # what is reduced
+        self._row_of_small = row[: sum(p.meta.numel() for p in self.parameters if p.is_small)]
+        del row, pieces
+        self._uses = storage_uses(self.row)
 
     def begin(self) -> None:
         """Start a block; memory that anything but `.grad` refers to is replaced: a gradient that is held stays.
 
         Memory shared with other processes is always replaced, since their references cannot be counted.
         """
-        if self._stream is not None and is_capturing():
-            self._stream = current_stream(self.device)  # a captured stream cannot wait for one outside of the graph
         uses = self._uses
         for p, memory in self.memory.items():
             if p.assigned is None or p.tensor.grad is not p.assigned:
                 p.assigned = None
-            elif p.assigned.is_set_to(memory):  # conversions of a module give the same object other memory
-                uses += 1
-        self.pending = set(self.parameters)
-        self.packed = set()
-        is_shared = self.body.is_cpu and self.body.untyped_storage().is_shared()
-        if storage_uses(self.body) > uses or is_shared:
+            elif p.tensor.requires_grad and p.assigned.is_set_to(memory):
+                uses += 1  # not a frozen gradient, which stays, nor one to which a conversion gave other memory
+        is_shared = self.row.is_cpu and self.row.untyped_storage().is_shared()
+        if storage_uses(self.row) > uses or is_shared:
             self._allocate()
+        #: Parameters whose gradient is still to come in this block.
+        self.pending = set(self.parameters)
+        #: On an accelerator the stream on which the block begins, and others on which gradients are packed.
+        self._stream = None if self.row.is_cpu else current_stream(self._device)
+        self._others: set[torch.Stream] = set()
+
+    def enter_stream(self) -> None:
+        """Make the current stream, on which a gradient is accumulated, wait for the one on which the block began."""
+        if self._stream is None:
+            return
+        here = current_stream(self._device)
+        if here is not None and here != self._stream:
+            here.wait_stream(self._stream)
+            self._others.add(here)
 
     def pack(self, p: Parameter, scale: float) -> None:
-        """Move `.grad`, times scale, to the memory; a further one of this block is added. Without one, write zeros."""
+        """Move `.grad`, times scale, to the memory; a further one of this block is added."""
         grad, memory = p.tensor.grad, self.memory[p]
-        if grad is None or not p.tensor.requires_grad:
-            if p not in self.packed:
-                memory.zero_()
-            return
+        assert grad is not None
         p.check(grad)
-        sent = _as_sent(grad, self.dtype)
-        if p in self.packed:
+        sent = p.as_sent(grad)
+        if p.state == USED:
             memory.add_(sent, alpha=scale)
         elif memory.itemsize > sent.itemsize:
             memory.copy_(sent).mul_(scale)
         else:
             torch.mul(sent, scale, out=memory)
-        self.packed.add(p)
-        p.tensor.grad = None
+        p.state, p.tensor.grad = USED, None
 
     def complete(self, scale: float) -> None:
-        """Pack all gradients that are not here yet."""
-        here = self._join_streams()
+        """Pack all gradients that are not here yet, zeros where there is none, and join the streams."""
+        here = None if self._stream is None else current_stream(self._device)
+        if here is not None and self._stream is not None:
+            for other in (self._others | {self._stream}) - {here}:
+                here.wait_stream(other)  # the backend waits for this stream only
         small: dict[Parameter, Tensor] = {}
         for p in self.parameters:
             grad = p.tensor.grad
-            if grad is not None and here is not None:
-                grad.record_stream(here)  # copied on this stream, and then freed
-            if grad is None or not p.is_small or not p.tensor.requires_grad:
-                self.pack(p, scale)
+            if grad is None or not p.tensor.requires_grad:
+                if p.state != USED:
+                    self.memory[p].zero_()
                 continue
-            if grad.requires_grad or grad.dtype is not p.dtype or grad.layout is not torch.strided:
-                p.check(grad)  # which raises; a call for each gradient would take longer
-            small[p] = grad
-            p.tensor.grad = None
+            if here is not None:
+                grad.record_stream(here)  # copied on this stream, and then freed
+            # Here, since a call of `check` for each small gradient would take longer than its copy.
+            if p.is_small and grad.dtype is p.dtype and grad.layout is torch.strided and not grad.requires_grad:
+                small[p] = grad
+                p.state, p.tensor.grad = USED, None
+            else:
+                self.pack(p, scale)
         if small:
             copy_each([self.memory[p] for p in small], [*small.values()])
-            self.packed.update(small)
             if scale != 1:
-                self._body_of_small *= scale
-
-    def enter_stream(self) -> None:
-        """Make the current stream, on which a gradient is accumulated, wait for the bucket's stream."""
-        if self._stream is None:
-            return
-        here = current_stream(self.device)
-        assert here is not None
-        if here != self._stream:
-            here.wait_stream(self._stream)
-            self._others.add(here)
-
-    def _join_streams(self) -> torch.Stream | None:
-        """Make the current stream wait for all gradients, since the backend waits for that one only; return it."""
-        if self._stream is None:
-            return None
-        here = current_stream(self.device)
-        assert here is not None
-        for other in (self._others | {self._stream}) - {here}:
-            here.wait_stream(other)
-        self._others.clear()
-        return here
+                self._row_of_small *= scale
 
     def divide(self, divisor: Tensor) -> None:
         """Divide reduced gradients; half precision in float32, which can represent the divisor."""
-        wide = self.body.to(wider(self.dtype))
-        wide /= divisor.to(wide)
-        if wide is not self.body:
-            self.body.copy_(wide)
+        wide = self.row.to(wider(self.row.dtype))
+        torch.div(wide, divisor.to(wide), out=self.row)
 
     def __str__(self) -> str:
-        names = [p.name for p in self.parameters]
-        if len(names) < 2:
-            return names[0] if names else "the count"
-        return f"{names[0]} … {names[-1]}, {len(names)} parameters"
+        first, *others = [p.name for p in self.parameters]
+        return f"{first} … {others[-1]}, {len(self.parameters)} parameters" if others else first
 
 
-#: Parameters, and the dtype and the device of their gradients as they are sent.
-_Content: TypeAlias = tuple[list[Parameter], torch.dtype, torch.device]
-
-
-def late_buckets(parameters: list[Parameter]) -> list[Bucket]:
-    """Return a bucket for each dtype and device."""
-    return [Bucket(*content) for content in _distribute(parameters, inf)[1]]
-
-
-def cut(order: list[Parameter], nbytes: float, engine: Engine) -> tuple[list[Bucket], list[Bucket]]:
-    """Distribute parameters over buckets of at most nbytes, in the order in which gradients are expected.
-
-    Returns:
-        The buckets that are sent while backward runs, in the order in which they are sent; and those that are sent at
-        the end of a block, the last of which has room for the count.
-    """
-    full, rest = _distribute(order, nbytes)
-    # The finest dtype carries the count. Half precision cannot represent 4097: without another, it has its own message.
-    rest.sort(key=lambda content: -_eps(content[1]))
-    has_count = bool(rest) and _eps(rest[-1][1]) < 1e-6
-    buckets = [Bucket(*content) for content in (*full, *rest[:-1])]
-    last = [Bucket(*content, n_tail=int(has_count)) for content in rest[-1:]]
-    if not has_count:
-        device = order[-1].device if order else engine.control_device
-        last.append(Bucket([], torch.float32, device, n_tail=1))
-    early = [bucket for bucket in buckets if engine.overlaps(bucket.row)]
-    return early, [*(bucket for bucket in buckets if bucket not in early), *last]
-
-
-def _distribute(order: list[Parameter], nbytes: float) -> tuple[list[_Content], list[_Content]]:
-    """Return full contents of at most nbytes, and the last one of each dtype and device."""
-    full: list[_Content] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], float]] = {}
+def cut(order: list[Parameter], nbytes: float) -> list[Bucket]:
+    """Distribute parameters over buckets of at most nbytes, in the order in which their gradients are expected."""
+    contents: list[list[Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], float] = {}
     for p in order:
-        key = p.sent_dtype, p.device
-        parameters, before = filling.pop(key, ([], 0.0))
-        more = p.as_sent().numel() * p.sent_dtype.itemsize
-        if parameters and before + more > nbytes:
-            full.append((parameters, *key))
-            parameters, before = [], 0.0
-        filling[key] = ([*parameters, p], before + more)
-    return full, [(parameters, *key) for key, (parameters, _) in filling.items()]
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Whether x is dense in channels-last order and not contiguous."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return not x.is_contiguous() and x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
-
-
-def _as_sent(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x, as real pairs if x is complex and dtype is real."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() and not dtype.is_complex else x
+        key = p.meta.dtype, p.tensor.device
+        if key not in filling or sizes[key] + p.meta.nbytes > nbytes:
+            filling[key], sizes[key] = [], 0.0
+            contents.append(filling[key])
+        filling[key].append(p)
+        sizes[key] += p.meta.nbytes
+    return [Bucket(parameters) for parameters in sorted(contents, key=lambda each: order.index(each[-1]))]

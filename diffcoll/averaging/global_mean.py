@@ -41,14 +41,11 @@ def global_mean(value: float | Tensor, weight: float | Tensor | None = None, *, 
     # A number is put on the group's control device: not every backend can send CPU tensors.
     device = resolve(group, "global_mean").control_device
     v = value.detach() if isinstance(value, Tensor) else _number(value, device)
-    if v.dtype not in (torch.float64, torch.complex64, torch.complex128):
-        v = v.to(torch.complex64 if v.is_complex() else torch.float32)
     w = _number(checked_count("global_mean", "weight", 1.0 if weight is None else weight), v.device)
-    with torch.no_grad():
-        wide = v.to(torch.complex128 if v.is_complex() else torch.float64)  # messages of two dtypes end a gloo process
-        weighted = torch.where(w == 0, torch.zeros_like(wide), wide * w)
-        total = all_reduce(torch.stack([weighted, w.to(wide).expand(v.shape)]), "sum", group=group)
-        return (total[0] / total[1]).to(v.dtype)
+    wide = v.to(torch.promote_types(v.dtype, torch.float64))  # messages of two dtypes end a gloo process
+    weighted = torch.where(w == 0, torch.zeros_like(wide), wide * w)
+    total = all_reduce(torch.stack([weighted, w.to(wide).expand(v.shape)]), "sum", group=group)
+    return (total[0] / total[1]).to(torch.promote_types(v.dtype, torch.float32))
 
 
 def _number(value: float | Tensor, device: torch.device) -> Tensor:

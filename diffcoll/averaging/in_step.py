@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from diffcoll.core.control import Control
 from diffcoll.core.groups import resolve
+from diffcoll.core.trees import is_tree, tree_map
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
 Batch = TypeVar("Batch")
-
-#: What a rank tells the others before each step.
-_RAN_OUT, _HAS_BATCH, _HAS_NOTHING, _RAISED = range(4)
 
 
 def in_step(batches: Iterable[Batch], empty: Batch | None = None, group: Group = None) -> Iterator[Batch]:
@@ -59,46 +57,42 @@ def in_step(batches: Iterable[Batch], empty: Batch | None = None, group: Group =
 def _steps(batches: Iterator[Batch], empty: Batch | None, engine: Engine) -> Iterator[Batch]:
     last: Any = empty
     while True:
-        error = None
+        error, has_batch = None, False
         try:
-            batch, status = next(batches), _HAS_BATCH
+            batch, has_batch = next(batches), True
         except StopIteration:
-            status = _HAS_NOTHING if last is None else _RAN_OUT
+            pass
         except BaseException as raised:  # the other ranks wait for this one
-            error, status = raised, _RAISED
-        statuses = [status for (status,) in Control(engine, "in_step").numbers([status])]
+            error = raised
+        flags = Control(engine, "in_step").numbers([has_batch, not has_batch and last is None, error is not None])
+        have, lack, raise_ = ([r for r, flag in enumerate(column) if flag] for column in zip(*flags, strict=True))
         if error is not None:
             raise error
-        if _RAISED in statuses:
-            raise RuntimeError(f"in_step: batches: the iterator has raised on rank {_ranks(statuses, _RAISED)}")
-        if _HAS_BATCH not in statuses:
+        if raise_:
+            raise RuntimeError(f"in_step: batches: the iterator has raised on rank {', '.join(map(str, raise_))}")
+        if not have:
             return
-        if _HAS_NOTHING in statuses:
+        if lack:
             raise ValueError(
-                f"in_step: empty: got None on rank {_ranks(statuses, _HAS_NOTHING)}, which has no batch at all, while "
+                f"in_step: empty: got None on rank {', '.join(map(str, lack))}, which has no batch at all, while "
                 "others have one; pass empty=…, a batch of no rows in the form of the others', on that rank or on all"
             )
-        if status != _HAS_BATCH:
+        if not has_batch:
             batch = last if empty is not None else emptied(last)
         elif empty is None:
             last = batch
         yield batch
 
 
-def _ranks(statuses: list[int], status: int) -> str:
-    return ", ".join(str(rank) for rank, each in enumerate(statuses) if each == status)
-
-
 def emptied(batch: Any) -> Any:
     """Return a batch without rows: `x[:0]` of every tensor that has rows; containers are copied."""
     if isinstance(batch, Tensor):
         return batch[:0] if batch.dim() else batch
-    if isinstance(batch, tuple):
-        items = [emptied(item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    if isinstance(batch, (MutableMapping, MutableSequence)):
+    if is_tree(batch):
+        return tree_map(emptied, batch)
+    if isinstance(batch, MutableMapping):
         new: Any = copy.copy(batch)
-        for key in list(batch) if isinstance(batch, MutableMapping) else range(len(batch)):
+        for key in list(batch):
             new[key] = emptied(batch[key])
         return new
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

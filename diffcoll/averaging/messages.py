@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,11 +41,11 @@ class Message:
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
         engine, name = self._engine, f"{NAME}, {self._at}"
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(Turn(engine, name))
-            if is_profiling():
-                label = f"diffcoll.{NAME} {self._at} ({self._what}): {engine.description}, {self._nbytes} B"
-                stack.enter_context(torch.profiler.record_function(label))
+        profiled: Any = contextlib.nullcontext()
+        if is_profiling():
+            label = f"diffcoll.{NAME} {self._at} ({self._what}): {engine.description}, {self._nbytes} B"
+            profiled = torch.profiler.record_function(label)
+        with Turn(engine, name), profiled:
             try:
                 yield
             except BackendError as error:
@@ -63,35 +63,29 @@ class Message:
 UNUSED, USED, LATE = range(3)
 
 
-class Note(NamedTuple):
-    """What a block tells all ranks beside the gradients."""
-
-    #: For each parameter the largest of the ranks' states.
-    states: list[int]
-    #: Sum of the counts that the hosts have given, and the number of ranks that count, on the host or on a device.
-    total: float
-    n_counting: int
-    #: Ranks that have left the block by an error.
-    failed: list[int]
-
-
-def note_to_send(states: Sequence[int], count: float, is_counting: bool, has_failed: bool, engine: Engine) -> Tensor:
-    """Return the numbers whose sum over ranks `read_note` reads, exactly.
+class Note:
+    """What a block tells all ranks beside the gradients: a row of float64, whose sum over ranks is exact.
 
     A state is sent as 0, 1 or N + 1, so that the sum over N ranks tells the largest.
     """
-    sent = 0, 1, engine.size + 1
-    failed = [has_failed and rank == engine.rank for rank in range(engine.size)]
-    numbers = [*[sent[state] for state in states], count, is_counting, *failed]
-    return torch.tensor(numbers, dtype=torch.float64, device=engine.control_device)
 
+    def __init__(self, engine: Engine, states: Sequence[int], count: float | Tensor | None, has_failed: bool) -> None:
+        self._size, sent = engine.size, (0, 1, engine.size + 1)
+        is_on_device = isinstance(count, Tensor)
+        counts = 0.0 if count is None or is_on_device else count, count is not None, is_on_device
+        failed = [has_failed and rank == engine.rank for rank in range(engine.size)]
+        numbers = [*[sent[state] for state in states], *counts, *failed]
+        self._row = torch.tensor(numbers, dtype=torch.float64, device=engine.control_device)
+        self._message = Message(engine, self._row, "the note", f"who has which of {len(states)} gradients")
 
-def read_note(note: Tensor, engine: Engine) -> Note:
-    """Return what the sum of all ranks' notes says."""
-    n, numbers = engine.size, note.tolist()
-    *sums, total, n_counting = numbers[:-n]
-    states = [LATE if s > n else USED if s else UNUSED for s in sums]
-    return Note(states, total, int(n_counting), [rank for rank, failed in enumerate(numbers[-n:]) if failed])
+    def wait(self) -> None:
+        """Wait for the sum of all ranks' notes, and read it."""
+        self._message.wait()
+        numbers, n = self._row.tolist(), self._size
+        *sums, self.total, self.n_counting, self.n_on_device = numbers[:-n]
+        #: For each parameter the largest of the ranks' states.
+        self.states = [LATE if s > n else USED if s else UNUSED for s in sums]
+        self.failed = [rank for rank, has_failed in enumerate(numbers[-n:]) if has_failed]
 
 
 # ── before training ──────────────────────────────────────────────────────────────────────────────────────
@@ -117,10 +111,9 @@ def twin(engine: Engine, owner: object) -> Engine:
         return engine
     if engine.twins:
         freed = Control(engine, NAME).numbers([of() is None for of, _ in engine.twins])
-        are_freed = [*zip(engine.twins, map(all, zip(*freed, strict=True)), strict=True)]
-        engine.twins = [pair for pair, is_freed in are_freed if not is_freed]
-        for (_, made), is_freed in are_freed:
-            if is_freed:
-                made.close()
+        for pair, flags in zip([*engine.twins], zip(*freed, strict=True), strict=True):
+            if all(flags):
+                engine.twins.remove(pair)
+                pair[1].close()
     engine.twins.append((weakref.ref(owner), engine.twin()))
     return engine.twins[-1][1]

@@ -31,21 +31,19 @@ def named_parameters(given: Any) -> Named:
     if isinstance(given, nn.Module):
         if any(isinstance(module, DistributedDataParallel) for module in given.modules()):
             raise _wrong(TypeError, "DistributedDataParallel", _DDP)
-        pairs: list[Any] = [*given.named_parameters()]
-    elif isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
+        given = given.named_parameters()
+    elif isinstance(given, Tensor) or not isinstance(given, Iterable):
         raise _wrong(TypeError, type(given).__name__)
-    else:
-        pairs = [pair if isinstance(pair, tuple) else (str(i), pair) for i, pair in enumerate(given)]
     named: dict[int, tuple[str, Tensor]] = {}
-    for pair in pairs:
-        if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
-            raise _wrong(TypeError, repr(pair)[:80])
-        name, p = pair
+    for i, each in enumerate(given):
+        name, p = each if isinstance(each, tuple) and len(each) == 2 else (str(i), each)
+        if not isinstance(name, str) or not isinstance(p, Tensor):
+            raise _wrong(TypeError, repr(each)[:80])
         if is_lazy(p) or not p.is_leaf:
             raise _wrong(ValueError, f"{name}, which is not initialized or not a leaf")
         if _is_sharded(p):
             raise _wrong(TypeError, name, _SHARDED)
-        named.setdefault(id(p), pair)
+        named.setdefault(id(p), (name, p))
     if not differentiable([*named.values()]):
         raise _wrong(ValueError, "no parameter of a floating-point or complex dtype")
     return [*named.values()]

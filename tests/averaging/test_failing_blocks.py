@@ -117,7 +117,7 @@ def test_one_rank_fails(run, bucket_mb):
 @on_two
 @pytest.mark.parametrize(("reduction", "count"), [("sum", None), ("mean", 1)])
 def test_sums_and_counts_into_what_was_reduced(run, reduction, count):
-    """An error on all ranks; zeroing in either way, before the block or in it, is allowed."""
+    """An error on all ranks; zeroing in either way, before the block or in it, is allowed, and so is freezing."""
 
     def body(r):
         model = made()
@@ -135,6 +135,13 @@ def test_sums_and_counts_into_what_was_reduced(run, reduction, count):
         with pytest.raises(RuntimeError), averager.reduce(count):
             pass
         reduced()
+        frozen, *others = model.parameters()
+        frozen.requires_grad_(False)  # which keeps its gradient
+        for p in others:
+            p.grad = None
+        averager.backward(loss(model, r), count)
+        same(gradients(model), right)
+        frozen.requires_grad_(True)
         for within, set_to_none in itertools.product((False, True), (False, True)):
             if not within:
                 model.zero_grad(set_to_none=set_to_none)
