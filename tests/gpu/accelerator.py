@@ -129,7 +129,7 @@ def half_precision(rank):
         dc.GradientAverager([p], comm_dtype=torch.bfloat16).backward((p * (r + 1.0)).sum())
         assert p.grad.tolist() == [(n + 1) / 2] * 4
         q = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16, device=rank.device))
-        count = torch.tensor(1.0 if r else 257.0, device=rank.device)
+        count = 1 if r else torch.tensor(257.0, device=rank.device)  # of the host on some ranks
         dc.GradientAverager([q]).backward((q * r).sum(), count=count)
         assert torch.equal(q.grad.cpu(), torch.full((4,), sum(range(n)) / (256 + n)).bfloat16())
 
