@@ -26,7 +26,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     Call it for tensors that are not on the CPU: `x.is_cpu` is faster.
     """
     if device.type == accelerator_type():
-        return torch.accelerator.current_stream(device)
+        return torch.accelerator.current_stream(device.index)
     if device.type in ("cpu", "meta"):
         return None
     current = getattr(_module(device.type), "current_stream", None)
@@ -52,6 +52,13 @@ def is_capturing() -> bool:
     """Whether a CUDA graph captures the current stream, where the host must not wait."""
     cuda: Any = torch.cuda
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+
+def synchronize_all() -> None:
+    """Wait for what any stream of the accelerator has queued, if this process uses it."""
+    kind = accelerator_type()
+    if kind is not None and getattr(_module(kind), "is_initialized", bool)():
+        torch.accelerator.synchronize()
 
 
 def cuda_is_missing() -> bool:

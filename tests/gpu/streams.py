@@ -5,6 +5,7 @@ leaves out is a pair that differs.
 """
 
 import contextlib
+from functools import cache
 
 import torch
 from runs import OVERLAPPING, truth
@@ -60,6 +61,7 @@ def late_input(device):
     return moved(values(), device).requires_grad_()
 
 
+@cache
 def right_of(call, r, n):
     """Value and gradient on rank r of n."""
     leaves = [values().requires_grad_() for _ in range(n)]

@@ -158,7 +158,7 @@ class Matching(Check):
         if bad := [what for what, x in found if differentiable(x) and not x.isfinite().all()]:
             got = f"NaN or infinity in {', '.join(bad)}"
             raise ValueError(message(NAME, "single", got, "finite numbers to compare with", "choose other data"))
-        changed = any(span.kind != "input" and not torch.equal(x, span.tensor.detach()) for span, _, x in each)
+        changed = any(span.kind != "input" and not torch.equal(x, span.tensor.detach().cpu()) for span, _, x in each)
         if not (whole.own_backward or changed or (whole.outputs and not any(whole.has_graph))):
             refuse_unmoved(NAME, "single", spans, [bool(g.any()) for g in whole.gradients])
 

@@ -159,7 +159,7 @@ def sharded(subject: Subject, ranks: Ranks) -> nn.Module:
 
 def measured(packed: Packed, task: Task) -> Measured:
     """Run the function on this rank; all ranks run it."""
-    with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         subject = packed.unpack()
         module = None if subject.module is None else sharded(subject, task.ranks)
         inputs, named = leaves_of(task.part), [] if module is None else spans(module)
