@@ -114,12 +114,12 @@ class C10dEngine(MessageEngine):
     @override
     def control(self) -> Engine:
         group = self._users()
-        is_needed = "cpu" not in self.backends and self.size > 1 and not self._has_tried_cpu
+        is_needed = "cpu" not in self.backends and not self._has_tried_cpu
         if group is None or not is_needed or is_capturing():  # what ranks exchange in a capture does not change anyway
             return self._cpu or self
         self._has_tried_cpu = True
         device, backend = next(iter(self.backends.items()))
-        own, failure = of_backend(gloo_twin_of, group, device)
+        own, failure = of_backend(gloo_twin_of, group, device) if self.size > 1 else (group, "")  # sends nothing
         if own is not None:
             self._cpu = C10dEngine(group, own, {"cpu": "gloo"})
         elif self.rank == 0:

@@ -176,6 +176,15 @@ def test_numbers_are_sent_over_gloo_where_the_group_moves_no_tensors_of_the_cpu(
     assert spawn(body, range(N)) == [(6, [[0], [1], [2]], [True, False, True], 3)] * N
 
 
+def test_numbers_of_one_rank_are_on_the_cpu():
+    def body(r):
+        control = without_cpu().control()
+        y = dc.all_gather(torch.ones(3), sizes="auto")
+        return control.control_device.type, Control(control).numbers([4]), len(y)
+
+    assert spawn(body, range(1)) == [("cpu", [[4]], 3)]
+
+
 def test_numbers_over_gloo_have_the_timeout_of_the_group():
     def body(r):
         group = dist.new_group(timeout=timedelta(seconds=1))
