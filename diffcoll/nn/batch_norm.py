@@ -272,15 +272,18 @@ class _Fused(Function):
             return *_gradients(x, weight, g, ctx), None, None, None
         _, _, sums, elements = _KERNELS[x.device.type]
         weight = None if weight is None else weight.to(mean.dtype).contiguous()
-        gb = gxc = torch.zeros_like(mean)
         if x.numel():
             flat, g = _flat(x, ctx.last), _flat(g, ctx.last)  # of one layout, which the kernels do not check
             gb, gxc, *_ = sums(g, flat, mean, invstd, None, True, False, False)
+        else:
+            gb = gxc = torch.zeros_like(mean)
         gx = None
         if ctx.needs_input_grad[0]:
-            total, gx = all_reduce(torch.cat([gb, gxc]), group=ctx.group), torch.empty_like(x)
+            total = all_reduce(torch.cat([gb, gxc]), group=ctx.group)
             if x.numel():
                 gx = _like(elements(g, flat, mean, invstd, weight, *total.chunk(2), counts), x, ctx.last)
+            else:
+                gx = torch.empty_like(x)
         return gx, None if weight is None else gxc * invstd, gb if ctx.needs_input_grad[2] else None, None, None, None
 
 

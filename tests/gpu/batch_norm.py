@@ -53,7 +53,8 @@ def batch_norm(rank):
         with rank.part(what):
             (y, gx, *_), ours = on_ranks(dc.nn.SyncBatchNorm(CHANNELS).to(rank.device), *mine, right)
             for name, error in zip(NAMES, ours, strict=True):
-                rank.check(name, error, BOUNDS[dtype])
+                # In a contiguous layout CUDA's kernel rounds parts of a weight's sum to the dtype of x.
+                rank.check(name, error, BOUNDS[dtype] * (2 if name.startswith("of the") else 1))
             if rank.on_gpu:  # torch.nn's raises for tensors of the CPU
                 _, theirs = on_ranks(nn.SyncBatchNorm(CHANNELS).to(rank.device), *mine, right)
                 for name, error, other in zip(NAMES, ours, theirs, strict=True):
