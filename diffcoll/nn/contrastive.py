@@ -163,8 +163,9 @@ class _Product(Function):
         x, y = ctx.saved_tensors
         if torch.is_grad_enabled():
             return g @ y, g.t() @ x, None
-        largest = g.abs().amax() if g.numel() else g.new_ones(())  # float16 has no small numbers
-        g = (g / largest.clamp(min=torch.finfo(g.dtype).tiny)).to(ctx.half)
+        largest = torch.linalg.vector_norm(g, float("inf")) if g.numel() else g.new_ones(())
+        scale = largest.clamp(min=torch.finfo(g.dtype).tiny)  # float16 has no small numbers
+        g = torch.div(g, scale, out=torch.empty_like(g, dtype=ctx.half))
         gx, gy = half_product(g, y.to(ctx.half)), half_product(g.t(), x.to(ctx.half))
         return gx * largest, gy * largest, None
 
