@@ -11,7 +11,7 @@ from diffcoll.core.torch_private.tensors import copy_each, storage_uses, version
 from diffcoll.engines.devices import current_stream
 
 #: Gradients of fewer bytes are copied into the bucket by one call: for them a call takes longer than the copy.
-SMALL = 64 << 10
+SMALL, SMALL_ON_ACCELERATOR = 64 << 10, 4 << 20
 
 
 class Parameter:
@@ -25,7 +25,8 @@ class Parameter:
         #: Its gradient as it is sent, without memory: its dtype, shape and strides, those of a dense parameter.
         self.meta = torch.empty_like(self.as_sent(tensor.detach()), dtype=sent_dtype, device="meta")
         #: Whether its gradient is copied together with others; the same on all ranks: small ones stand first.
-        self.is_small = sent_dtype == self.dtype and tensor.nbytes < SMALL
+        small = SMALL if tensor.is_cpu else SMALL_ON_ACCELERATOR
+        self.is_small = sent_dtype == self.dtype and tensor.nbytes < small
         #: Where its gradient is reduced; None: it was frozen when the buckets were made.
         self.bucket: Bucket | None = None
         #: In a block, where its gradient is on this rank; after the note, the largest state of all ranks.
@@ -185,12 +186,18 @@ class Bucket:
 
 
 def cut(order: list[Parameter], nbytes: float) -> list[Bucket]:
-    """Distribute parameters over buckets of at most nbytes, in the order in which their gradients are expected."""
+    """Distribute parameters over buckets, in the order in which their gradients are expected.
+
+    A bucket has at most nbytes, or one larger gradient.
+    """
     contents: list[list[Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], float] = {}
     for p in order:
         key = p.meta.dtype, p.tensor.device
+        if p.meta.nbytes > nbytes:
+            contents.append([p])
+            continue
         if key not in filling or sizes[key] + p.meta.nbytes > nbytes:
             filling[key], sizes[key] = [], 0.0
             contents.append(filling[key])

@@ -191,7 +191,7 @@ class Block:
         bucket.pending.remove(p)
         if not p.is_small and not is_witness:
             bucket.pack(p, self._scale)  # while it is in the cache; its own memory is free for the next gradient
-        for ready in reducer.buckets[len(self._sent) : reducer.n_early]:
+        for ready in reducer.buckets[len(self._sent) : reducer.n_early] if not bucket.pending else ():
             if ready.pending:
                 break
             ready.complete(self._scale)

@@ -13,6 +13,7 @@ from gpu.streams import Streams, differing
 from torch import nn
 
 import diffcoll as dc
+from diffcoll.averaging import buckets
 
 
 def parameter(*size, stream):
@@ -24,6 +25,7 @@ def parameter(*size, stream):
 
 def averaged(backend, size=30, sides=1, **settings):
     """Steps of gradients that are accumulated on several streams in turn, in one bucket or several."""
+    buckets.SMALL_ON_ACCELERATOR = 64 << 10
     streams = [Streams("late") for _ in range(sides)]
     torch.manual_seed(0)
 
