@@ -39,8 +39,9 @@ def test_streams(program, order):
     def body(r):
         return {name: differing(program(call, device="late", r=r, n=2)) for name, call in CALLS.items()}
 
-    for call in CALLS.values():
-        right_of(call, 0, 2), right_of(call, 1, 2)  # which simulates ranks itself
+    for call in CALLS.values():  # which simulates ranks itself
+        right_of(call, 0, 2)
+        right_of(call, 1, 2)
     assert simulate(body, range(2)) == [dict.fromkeys(CALLS, [])] * 2
 
 
