@@ -8,7 +8,7 @@ from torch import Tensor
 from diffcoll.averaging.messages import NAME, UNUSED, USED
 from diffcoll.core.dtypes import wider
 from diffcoll.core.torch_private.tensors import copy_each, storage_uses, version
-from diffcoll.engines.devices import current_stream
+from diffcoll.engines.devices import stream_source
 
 #: Gradients of fewer bytes are copied into the bucket by one call: for them a call takes longer than the copy.
 SMALL, SMALL_ON_ACCELERATOR = 64 << 10, 4 << 20
@@ -92,6 +92,7 @@ class Bucket:
     def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = sorted(parameters, key=lambda p: not p.is_small)
         self._dtype, self._device = parameters[0].meta.dtype, parameters[0].tensor.device
+        self._current_stream = stream_source(self._device)
         self._allocate()
         self.begin()
 
@@ -123,15 +124,15 @@ class Bucket:
         #: Parameters whose gradient is still to come in this block.
         self.pending = set(self.parameters)
         #: On an accelerator the stream on which the block begins, and others on which gradients are packed.
-        self._stream = None if self.row.is_cpu else current_stream(self._device)
+        self._stream = None if self._current_stream is None else self._current_stream()
         self._others: set[torch.Stream] = set()
 
     def enter_stream(self) -> None:
         """Make the current stream, on which a gradient is accumulated, wait for the one on which the block began."""
-        if self._stream is None:
+        if self._stream is None or self._current_stream is None:
             return
-        here = current_stream(self._device)
-        if here is not None and here != self._stream:
+        here = self._current_stream()
+        if here != self._stream:
             here.wait_stream(self._stream)
             self._others.add(here)
 
@@ -151,7 +152,7 @@ class Bucket:
 
     def complete(self, scale: float) -> None:
         """Pack all gradients that are not here yet, zeros where there is none, and join the streams."""
-        here = None if self._stream is None else current_stream(self._device)
+        here = None if self._current_stream is None else self._current_stream()
         if here is not None and self._stream is not None:
             for other in (self._others | {self._stream}) - {here}:
                 here.wait_stream(other)  # the backend waits for this stream only

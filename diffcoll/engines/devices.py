@@ -7,7 +7,8 @@ module is asked. The library names no type of device elsewhere, except where MPI
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,13 +26,18 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
     Call it for tensors that are not on the CPU: `x.is_cpu` is faster.
     """
+    current = stream_source(device)
+    return None if current is None else current()
+
+
+def stream_source(device: torch.device) -> Callable[[], torch.Stream] | None:
+    """Return the function that returns the current stream of a tensor's device; None if it has no streams."""
     if device.type == accelerator_type():
-        return torch.accelerator.current_stream(device.index)
+        return partial(torch.accelerator.current_stream, device.index)
     if device.type in ("cpu", "meta"):
         return None
     current = getattr(_module(device.type), "current_stream", None)
-    stream: torch.Stream | None = None if current is None else current(device)
-    return stream
+    return None if current is None else partial(current, device)
 
 
 @cache
