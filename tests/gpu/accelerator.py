@@ -12,7 +12,9 @@ from properties import LaidOut, on_rank
 from torch import nn
 
 import diffcoll as dc
-from diffcoll.testing import cases
+from diffcoll.testing import cases, simulate, true_gradients
+from diffcoll.testing.numbers import real_inner
+from gpu.measuring import distance
 from gpu.row import MIXED, row
 from gpu.streams import CALLS, WHERE, awaited_elsewhere, collective, differing, moved
 
@@ -67,18 +69,45 @@ class OnDevice(LaidOut):
 
 def table(rank):
     """Values and gradients to second order: uneven and empty blocks, async_op, ties; also of transposed memory."""
-    rows = [OnDevice(**vars(case), device=rank.device) for case in cases.table(rank.n)]
+    for case in cases_on_device(rank.device, rank.n):
+        with rank.part(case.name):
+            check_case(rank, case, {rank.r: on_rank(case, rank.r, SEED)})
+
+
+def cases_on_device(device, n):
+    rows = [OnDevice(**vars(case), device=device) for case in cases.table(n)]
     rows += [dataclasses.replace(c, layout="transposed") for c in rows if any(s and len(s) > 1 for s in c.shapes)]
     assert len(rows) > 100
-    for case in rows:
+    return rows
+
+
+def check_case(rank, case, measured):
+    """Check what ranks have measured."""
+    expected = cases.in_truth(dataclasses.replace(case, device="cpu"), SEED)
+    for r, of_rank in measured.items():
+        assert {t.device.type for t in of_rank.values()} == {rank.device}
+        found = {name: t.cpu() for name, t in of_rank.items()}
+        rank.wait()  # a rank may have no result to wait for, and messages to send
+        for what, error in cases.errors(found, expected, r).items():
+            rank.check(f"{case}: {what}", error, 1e-12)
+
+
+@row(1, starts_ranks=True)
+def simulated_table(rank):
+    """Three ranks simulated on the device in this process; and their gradients in one graph."""
+    n = 3
+    for case in cases_on_device(rank.device, n):
         with rank.part(case.name):
-            measured = on_rank(case, rank.r, SEED)
-            assert {t.device.type for t in measured.values()} == {rank.device}
-            found = {name: t.cpu() for name, t in measured.items()}
-            rank.wait()  # a rank may have no result to wait for, and messages to send
-            expected = cases.in_truth(dataclasses.replace(case, device="cpu"), SEED)
-            for what, error in cases.errors(found, expected, rank.r).items():
-                rank.check(f"{case}: {what}", error, 1e-12)
+            measured = simulate(lambda r, case=case: on_rank(case, r, SEED), range(n))
+            check_case(rank, case, dict(enumerate(measured)))
+
+            def loss(x, r, case=case):
+                y = case.call(x, r)
+                return real_inner(case.w(y, r, SEED), y.sin())
+
+            xs = [case.x(r, SEED).requires_grad_() for r in range(n)]
+            for (g,), of_rank in zip(true_gradients(loss, xs, range(n)), measured, strict=True):
+                rank.check(f"{case}: in one graph", distance(g, of_rank["gradient"]) if g.numel() else 0, 1e-12)
 
 
 def dtypes(rank):

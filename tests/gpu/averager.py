@@ -55,7 +55,8 @@ def averager_times(rank):
                 model, shape = built(rank, make)
                 x = torch.randn(shape, device=rank.device)
                 steps[name] = training_step(model, *wrap(model), lambda call, x=x: call(x).square().mean(), lr=1e-6)
-            found = times(rank, steps, calls=2 if make is tiny_layers else 5, rounds=7)
+            calls, rounds = (2, 7) if make is tiny_layers else (5, 21)
+            found = times(rank, steps, calls, rounds)
             for name, (wall, host) in found.items():
                 memory = peak(rank, steps[name]) / 1e6
                 rank.figure(name, f"{wall * 1e3:.2f} ms, host {host * 1e3:.2f}, {memory:.0f} MB")

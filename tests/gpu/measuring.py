@@ -59,7 +59,7 @@ def peak(rank, call):
     return torch.cuda.max_memory_allocated() - before
 
 
-def kernels(rank, call, runs=3):
+def kernels(rank, call, runs=10):
     """Return the seconds of all kernels but NCCL's in a call, the shortest of some runs, and their number."""
     kind = torch.profiler.ProfilerActivity.CUDA if rank.on_gpu else torch.profiler.ProfilerActivity.CPU
     found = []
