@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core.arguments import Sizes
+from diffcoll.core.blocks import concatenated
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import Number, check_exclude, check_rows, scalar, without_autocast
@@ -135,7 +136,8 @@ def nt_xent_loss(
     check_rows(name, "out1", out1, out0)
     scale = _inverse(name, temperature, out0)
     batch = Batch(name, out0, normalize, sizes, group, chunk_size, ids=ids)
-    return _of_views(batch, torch.stack([out0, out1], 1), exclude, scale, decoupled)
+    views = concatenated([out0.unsqueeze(1), out1.unsqueeze(1)], 1)
+    return _of_views(batch, views, exclude, scale, decoupled)
 
 
 def supcon_loss(

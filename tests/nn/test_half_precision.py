@@ -167,3 +167,11 @@ def test_float32_is_as_accurate_as_cross_entropy(ours, usual_loss):
                 assert error < 50, (value, options)
                 assert value > 0.1 or error < of_usual, (value, options)
         assert value > 1e-3 or of_usual > 200
+
+
+@pytest.mark.parametrize("name", ["clip", "info_nce_loss", "nt_xent_loss", "siglip", *OTHERS])
+def test_autocast_to_the_other_half_precision(name):
+    loss, (x, y) = (CONTRASTIVES | OTHERS)[name], features(0.8, 0, torch.float16)
+    right = loss(x, y, torch.arange(len(x)))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(loss(x, y, torch.arange(len(x))), right)
