@@ -320,7 +320,7 @@ def of_views(ours, whole, **options):
 
 
 def of_products(ours, whole, **options):
-    """Of one set of features."""
+    """Of one set of features, the products of x and y."""
 
     def of(loss):
         return lambda x, y: loss(x * y, **options)
@@ -376,7 +376,7 @@ LOSSES = {
 IN_CHUNKS = [*CONTRASTIVE, "vocabulary"]
 
 
-# ── data, and the comparison ────────────────────────────────────────────────────────────────────────────
+# ── data, and the comparison ─────────────────────────────────────────────────────────────────────────────
 
 
 def data(*shape, seed=0, dtype=torch.double):
