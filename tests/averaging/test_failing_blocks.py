@@ -12,28 +12,16 @@ import torch
 import torch.distributed as dist
 from runs import gloo, refusal, rules
 from torch import nn
-from training import SMALL, data, each, everywhere, gradients, made, mlp, on_two, same, summed_loss
+from training import SMALL, averaged, each, everywhere, gradients, loss, made, mlp, on_two, same
 
 import diffcoll as dc
 from diffcoll.averaging import reducer
 from diffcoll.testing import RanksFailedError, spawn
 
 
-def loss(model, r):
-    x, t = data(2)[r]
-    return summed_loss(model(x.to(model[0].weight.dtype)), t)
-
-
 def step(model, averager, r, count=None):
     model.zero_grad()
     averager.backward(loss(model, r), count)
-
-
-def averaged():
-    model = made()
-    for r in range(2):
-        (loss(model, r) / 2).backward()
-    return gradients(model)
 
 
 def raising(error, model, averager, r):
@@ -109,7 +97,7 @@ def test_one_rank_fails(run, bucket_mb):
             model.load_state_dict(made().state_dict())
             if wrong is not steps_in_backward:
                 step(model, averager, r)
-                same(gradients(model), averaged())
+                same(gradients(model), averaged(2))
 
     run(body, range(2))
 
@@ -165,7 +153,7 @@ def test_counts_on_some_ranks_only(run):
         step(model, averager, r)
         return gradients(model)
 
-    same(each(body, 2, run), averaged())
+    same(each(body, 2, run), averaged(2))
 
 
 # ── a forgotten block ────────────────────────────────────────────────────────────────────────────────────
@@ -176,15 +164,13 @@ def test_a_step_on_gradients_that_no_block_has_reduced():
     model, other = made(), made()
     averager = dc.GradientAverager(model)
     optimizer, of_other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
-    x = torch.ones(1, 5, dtype=torch.double)
     before = [p.detach().clone() for p in model.parameters()]
 
     def local(model=model):
-        model(x).sum().backward()
+        loss(model, 0).backward()
 
     def reduced():
-        model.zero_grad()
-        averager.backward(model(x).sum())
+        step(model, averager, 0)
         return 1.0
 
     local()
@@ -282,29 +268,34 @@ def test_an_error_is_printed_if_the_others_do_not_come(monkeypatch, capsys):
 
 # ── arguments, and who else averages ─────────────────────────────────────────────────────────────────────
 
-WRONG_ARGUMENTS = [
-    (mlp(), {"reduction": "max"}, ValueError, "reduction"),
-    (mlp(), {"bucket_mb": 0}, ValueError, "bucket_mb"),
-    (mlp(), {"bucket_mb": "1"}, ValueError, "bucket_mb"),
-    (mlp(), {"comm_dtype": torch.int32}, TypeError, "comm_dtype"),
-    (mlp(), {"broadcast": 1}, TypeError, "broadcast"),
-    (mlp(), {"group": "gloo"}, TypeError, "group"),
-    ([], {}, ValueError, "module_or_params"),
-    (3, {}, TypeError, "module_or_params"),
-    (torch.ones(2), {}, TypeError, "module_or_params"),
-    ([("a", 3)], {}, TypeError, "module_or_params"),
-    ([torch.ones(2).int()], {}, ValueError, "module_or_params"),
-    ([torch.ones(2, requires_grad=True) * 2], {}, ValueError, "module_or_params"),
-    (nn.LazyLinear(2), {}, ValueError, "module_or_params"),
+MISTAKES = [
+    ("GradientAverager: reduction", ValueError, lambda: dc.GradientAverager(mlp(), reduction="max")),
+    ("GradientAverager: bucket_mb", ValueError, lambda: dc.GradientAverager(mlp(), bucket_mb=0)),
+    ("GradientAverager: bucket_mb", ValueError, lambda: dc.GradientAverager(mlp(), bucket_mb="1")),
+    ("GradientAverager: comm_dtype", TypeError, lambda: dc.GradientAverager(mlp(), comm_dtype=torch.int32)),
+    ("GradientAverager: broadcast", TypeError, lambda: dc.GradientAverager(mlp(), broadcast=1)),
+    ("GradientAverager: group", TypeError, lambda: dc.GradientAverager(mlp(), group="gloo")),
+    ("GradientAverager: module_or_params", ValueError, lambda: dc.GradientAverager([])),
+    ("GradientAverager: module_or_params", TypeError, lambda: dc.GradientAverager(3)),
+    ("GradientAverager: module_or_params", TypeError, lambda: dc.GradientAverager(torch.ones(2))),
+    ("GradientAverager: module_or_params", TypeError, lambda: dc.GradientAverager([("a", 3)])),
+    ("GradientAverager: module_or_params", ValueError, lambda: dc.GradientAverager([torch.ones(2).int()])),
+    ("GradientAverager: module_or_params", ValueError, lambda: dc.GradientAverager([nn.Linear(1, 1).weight * 2])),
+    ("GradientAverager: module_or_params", ValueError, lambda: dc.GradientAverager(nn.LazyLinear(2))),
+    ("GradientAverager.reduce: count", ValueError, lambda: dc.GradientAverager(mlp()).reduce(-1)),
+    ("GradientAverager.reduce: count", ValueError, lambda: dc.GradientAverager(mlp()).reduce(float("nan"))),
+    ("GradientAverager.reduce: count", TypeError, lambda: dc.GradientAverager(mlp()).reduce("3")),
+    ("GradientAverager.reduce: count", ValueError, lambda: dc.GradientAverager(mlp()).reduce(torch.ones(2))),
+    ("global_mean: weight", ValueError, lambda: dc.global_mean(1.0, torch.ones(2))),
+    ("global_mean: weight", ValueError, lambda: dc.global_mean(1.0, float("inf"))),
+    ("global_mean: weight", TypeError, lambda: dc.global_mean(1.0, "2")),
+    ("global_mean: value", TypeError, lambda: dc.global_mean("x")),
 ]
-WRONG_COUNTS = [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError), (torch.ones(2), ValueError)]
 
 
-def test_wrong_arguments():
-    for given, options, error, argument in WRONG_ARGUMENTS:
-        assert refusal(error, dc.GradientAverager, given, **options).startswith(f"GradientAverager: {argument}: ")
-    for count, error in WRONG_COUNTS:
-        assert refusal(error, dc.GradientAverager(mlp()).reduce, count).startswith("GradientAverager.reduce: count: ")
+@pytest.mark.parametrize(("text", "error", "call"), MISTAKES)
+def test_mistakes(text, error, call):
+    assert refusal(error, call).startswith(f"{text}: ")
 
 
 def test_a_count_of_the_host_in_a_capture(monkeypatch):

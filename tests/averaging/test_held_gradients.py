@@ -10,21 +10,9 @@ import torch
 from runs import gloo, new_group, spawned
 from torch import nn
 from torch.utils import dlpack
-from training import equal_on_all_ranks, made, on_two, same
+from training import averaged, equal_on_all_ranks, loss, made, on_two, same
 
 import diffcoll as dc
-
-
-def batch(r, k=0):
-    return torch.linspace(-1, 1 + r + k, 10).double().view(2, 5)
-
-
-def averaged(n, k=0):
-    model = made()
-    for r in range(n):
-        (model(batch(r, k)).square().sum() / n).backward()
-    return [p.grad for p in model.parameters()]
-
 
 #: What refers to a gradient, and its numbers.
 KEPT = {
@@ -59,7 +47,7 @@ def test_a_gradient_that_is_kept_is_never_written_again(run):
                 history = []
                 for k, (keep, numbers) in enumerate(KEPT.values()):
                     model.zero_grad()
-                    averager.backward(model(batch(r, k)).square().sum())
+                    averager.backward(loss(model, r, k))
                     same([p.grad / scale for p in model.parameters()], averaged(2, k), tolerance * (k + 1))
                     if r == 1 or k % 2:
                         for p in list(model.parameters())[k % 2 :: 2]:
@@ -81,7 +69,7 @@ def test_memory_is_taken_only_where_a_gradient_is_kept():
         return [p.grad.data_ptr() for p in model.parameters()]
 
     def after_step():
-        averager.backward(model(batch(0)).square().sum())
+        averager.backward(loss(model, 0))
         return memory()
 
     def after_steps(set_to_none=True):
@@ -93,7 +81,7 @@ def test_memory_is_taken_only_where_a_gradient_is_kept():
     before = after_steps()
     assert after_steps() == after_steps(set_to_none=False) == after_steps() == before
     assert after_step() == before  # accumulated
-    model(batch(0)).square().sum().backward()
+    loss(model, 0).backward()
     assert after_step() == before
     g = model[2].bias.grad
     now = after_steps()
@@ -152,14 +140,14 @@ def test_broadcast_and_close():
 
 def fails(model, averager, r):
     with pytest.raises((ZeroDivisionError, RuntimeError)), averager.reduce():
-        model(batch(r)).sum().backward()
+        loss(model, r).backward()
         1 / (1 - r)
 
 
 def hooked(model, averager, r):
     for register in (model[0].weight.register_hook, model.register_forward_hook):
         register(lambda *_: model and None)
-    averager.backward(model(batch(r)).sum())
+    averager.backward(loss(model, r))
 
 
 @on_two

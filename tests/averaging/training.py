@@ -35,6 +35,20 @@ def data(n, shape=(5,), seed=1):
 summed_loss = partial(nn.functional.cross_entropy, reduction="sum")
 
 
+def loss(model, r, k=0):
+    """The loss of an mlp on rank r in step k."""
+    x = torch.linspace(-1, 1 + r + k, 10).double().view(2, 5)
+    return model(x.to(model[0].weight.dtype)).square().sum()
+
+
+def averaged(n, k=0):
+    """The gradients of an mlp after a step of n ranks."""
+    model = made()
+    for r in range(n):
+        (loss(model, r, k) / n).backward()
+    return gradients(model)
+
+
 def each(body, n, run=rules):
     """Run a function that returns tensors, the same on all ranks, and return them."""
     found = run(body, range(n))

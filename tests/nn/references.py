@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffcoll import all_reduce, sum_gradients
 from diffcoll.nn import functional
 from diffcoll.testing import assert_matches_single_process
 
@@ -173,6 +174,20 @@ def vocabulary_cross_entropy(
     return loss + (z_term if reduction == "sum" else z_term / (target != ignore_index).sum())
 
 
+def moments(x, dims, weight=None):
+    """The definition, by two passes over the values."""
+    w = torch.ones_like(x) if weight is None else weight.expand(x.shape)
+    count = w.sum(dims, keepdim=True)
+    mean = (w * x).sum(dims, keepdim=True) / count
+    return count, mean, (w * (x - mean) ** 2).sum(dims, keepdim=True) / count
+
+
+def of_moments(found):
+    """A loss of mean and variance."""
+    _, mean, variance = found
+    return (mean * variance).sum() + (variance + 0.1).log().sum() + mean.pow(3).sum()
+
+
 def mean_of_tokens(losses, weight):
     """Σ w l / Σ w."""
     weight = weight.expand(losses.shape)
@@ -273,6 +288,95 @@ def pair(kind, marks, module, **options):
 def parameters_of(kind):
     values = {"scale": 2.5, "bias": -2.0} if kind == "siglip" else {"scale": 2.5}
     return nn.ParameterDict({name: torch.tensor(value).double() for name, value in values.items()})
+
+
+# ── all losses ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Loss(NamedTuple):
+    """A loss of the features x and y and the labels of rows: on a rank, the same on each, and on one process."""
+
+    ours: Callable
+    whole: Callable
+
+
+def of_rows(kind):
+    """A contrastive loss, which takes `chunk_size`."""
+
+    def of(loss):
+        def with_labels(x, y, labels, **options):
+            return loss(x, y, 2.0, -1.0, **dict.fromkeys(CONTRASTIVE[kind].marks[0], labels), **options)
+
+        return with_labels
+
+    return Loss(of(CONTRASTIVE[kind].ours), of(CONTRASTIVE[kind].whole))
+
+
+def of_views(ours, whole, **options):
+    def of(loss):
+        return lambda x, y, labels: loss(x, y, **options)
+
+    return Loss(of(ours), of(whole))
+
+
+def of_products(ours, whole, **options):
+    """Of one set of features, the products of x and y."""
+
+    def of(loss):
+        return lambda x, y: loss(x * y, **options)
+
+    return of_views(of(ours), of(whole))
+
+
+def hidden(total):
+    """States of four tokens, which depend on the rows of all ranks."""
+    return (1.3 * torch.arange(4 * total.shape[0], dtype=torch.double)).view(4, -1).sin() + total.cos()
+
+
+def vocabulary(x, y, labels, **options):
+    """Rows of x are this rank's shard of the weight, and y is of its bias; also of `chunk_size`."""
+    states = hidden(all_reduce((x * y).sum(0), grad_placement="replicate"))
+    loss = functional.vocab_parallel_cross_entropy(states, x, TARGET, bias_shard=y[:, 0], **SMOOTHED, **options)
+    return sum_gradients(loss)
+
+
+TARGET, SMOOTHED = torch.tensor([1, -100, 2, 0]), {"label_smoothing": 0.1, "z_loss": 0.1}
+LOSSES = {
+    **{kind: of_rows(kind) for kind in CONTRASTIVE},
+    "barlow twins": of_views(functional.barlow_twins_loss, barlow_twins, lambda_param=0.3),
+    "vicreg": of_views(functional.vicreg_loss, vicreg),
+    "koleo": of_products(functional.koleo_loss, koleo, normalize=False),
+    "sigreg": of_products(functional.sigreg_loss, sigreg, seed=3, num_slices=4),
+    "vocabulary": Loss(
+        vocabulary,
+        lambda x, y, labels: vocabulary_cross_entropy(hidden((x * y).sum(0)), x, TARGET, y[:, 0], **SMOOTHED),
+    ),
+    "dice": of_views(
+        lambda x, y: functional.dice_loss(x.cos(), y.cos(), dims="per class"),
+        lambda x, y: ratio("dice", x.cos(), y.cos(), dims=0),
+    ),
+    "moments": of_products(
+        lambda z: of_moments(functional.moments(z, 0)),
+        lambda z: of_moments(moments(z, 0)),
+    ),
+    "moments of weighted": of_views(
+        lambda x, y: of_moments(functional.moments(x, (0, 1), weight=y[:, :1].square())),
+        lambda x, y: of_moments(moments(x, (0, 1), y[:, :1].square())),
+    ),
+    "weighted mean": of_views(
+        lambda x, y: functional.weighted_mean(x, weight=y[:, :1].square()).sin().sum(),
+        lambda x, y: moments(x, 0, y[:, :1].square())[1].sin().sum(),
+    ),
+    "token mean": Loss(
+        lambda x, y, labels: functional.token_mean(x * y, labels[:, None]),
+        lambda x, y, labels: mean_of_tokens(x * y, labels[:, None]),
+    ),
+}
+#: Those that take `chunk_size`.
+IN_CHUNKS = [*CONTRASTIVE, "vocabulary"]
+
+
+# ── data, and the comparison ─────────────────────────────────────────────────────────────────────────────
 
 
 def data(*shape, seed=0, dtype=torch.double):

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from references import barlow_twins, data, holds, koleo, sigreg, vicreg
 from runs import rules
 
@@ -24,8 +23,8 @@ def views(n, dtype=torch.double, features=4):
 
 
 def neighbours(n):
-    """Rows in pairs i, i + n // 2, which most splits separate."""
-    half = data(n - n // 2, 4, seed=n)
+    """Rows of different norms, in pairs i, i + n // 2, which most splits separate."""
+    half = data(n - n // 2, 4, seed=n) * torch.linspace(0.5, 4, n - n // 2)[:, None]
     return (torch.cat([half, half[: n // 2] + 0.2 * data(n // 2, 4, seed=1)]),)
 
 
@@ -56,21 +55,6 @@ def on_ranks(loss, *xs, sizes):
     return [y.item() for y in rules(lambda *x: loss(*x).detach(), *(x.split(list(sizes)) for x in xs))]
 
 
-# ── the references are the papers' ───────────────────────────────────────────────────────────────────────
-
-
-def test_barlow_twins_as_published():
-    """Zbontar et al. 2021, equations 1 and 2, element by element, with the batch norm of the published code."""
-    for n in (2, 7):
-        n1, n2 = (F.batch_norm(z, None, None, training=True) for z in views(n))
-        loss = 0
-        for i in range(4):
-            for j in range(4):
-                c = (n1[:, i] * n2[:, j]).mean()
-                loss = loss + ((1 - c) ** 2 if i == j else 5e-3 * c**2)
-        torch.testing.assert_close(barlow_twins(*views(n)), loss)
-
-
 def test_sigreg_as_published():
     """rbalestr-lab/lejepa: EppsPulley, SlicingUnivariateTest; MINIMAL.md has 256 directions."""
     x = skewed(9)[0].float()
@@ -93,13 +77,6 @@ def test_sigreg_as_published():
 def test_matches_one_process(name):
     sizes = SIZES if name[:6] in ("barlow", "vicreg") else [(1,) * 3, *SIZES[:-2]]
     holds(*LOSSES[name], sizes=sizes)
-
-
-def test_on_processes():
-    def together(k):
-        return lambda x, y: sum(loss[k](*(z[:, :3] for z in (x, y)[: len(loss[2](1))])) for loss in LOSSES.values())
-
-    holds(together(0), together(1), views, sizes=[(3, 0, 4)], on=["gloo"])
 
 
 @each
@@ -131,23 +108,7 @@ def test_one_feature_and_no_variance():
     assert vicreg_loss(same, same).item() == pytest.approx(25 * (1 - 0.01))
 
 
-def test_the_nearest_row_of_another_rank_counts():
-    """Each rank's own rows are far apart; the gradient of a distance goes to both of its rows, wherever they are."""
-    x = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 1.0], [4.0, 2.0]], dtype=torch.double)
-
-    def body(x):
-        x = x.clone().requires_grad_()
-        loss = koleo_loss(x, normalize=False, eps=0.0)
-        return loss.item(), torch.autograd.grad(loss, x)[0] / 2
-
-    values, found = zip(*rules(body, x.split(2)), strict=True)
-    assert values == (pytest.approx(-torch.tensor([1.0, 2.0, 1.0, 2.0]).log().mean().item()),) * 2
-    expected = torch.tensor([[0, 0.5], [0, 0.25], [0, -0.5], [0, -0.25]], dtype=torch.double)
-    torch.testing.assert_close(torch.cat(found), expected)
-
-
-def test_equal_rows_have_finite_gradients_and_no_rows_a_loss_of_nan():
-    assert all(value != value for value in on_ranks(koleo_loss, torch.ones(0, 3), sizes=(0, 0)))
+def test_equal_rows_have_finite_gradients():
     assert all(g.isfinite().all() for g in rules(torch.func.grad(koleo_loss), torch.ones(4, 3).split([3, 1])))
 
 

@@ -30,13 +30,6 @@ def test_matches_one_process(kind, dims):
     holds(ours, lambda p, t: ratio(kind, p, t, 0.5, dims), segmented, sizes=SIZES)
 
 
-def test_on_processes():
-    def both(loss):
-        return lambda p, t: sum(loss(kind)(p, t, dims=dims) for kind in LOSSES for dims in (None, (1, 2, 3)))
-
-    holds(both(LOSSES.get), both(lambda kind: partial(ratio, kind)), segmented, sizes=[(3, 0, 4)], on=["gloo"])
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64])
 def test_targets_of_any_dtype(dtype):
     p, t = segmented(6)

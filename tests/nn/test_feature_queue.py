@@ -109,30 +109,20 @@ def test_copies_and_groups():
     assert pickle.loads(pickle.dumps(queue)).features().equal(rows_of(0, 0, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype):
-    """Sent as they are; kept in the dtype of the queue."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes_and_messages(dtype):
+    """Rows are sent as they are, after their numbers, before the labels, and kept in the dtype of the queue."""
 
     def body(r):
-        x = rows_of(r, 0, 2).to(dtype)
-        queue, half = FeatureQueue(8, 3), FeatureQueue(8, 3).to(dtype)
-        sent = profiled(queue.enqueue, x)
-        half.enqueue(rows_of(r, 0, 2))
-        return queue.features(), half.features(), sent
+        x = rows_of(r, 0, 2)
+        queue, other = FeatureQueue(8, 3, labels=True), FeatureQueue(8, 3).to(dtype)
+        sent = profiled(queue.enqueue, x.to(dtype), torch.arange(2))
+        known = profiled(partial(other.enqueue, sizes=None), x)
+        read = []
+        nothing = profiled(lambda: read.extend([queue.features(), other.features()]))
+        return *read, [nbytes for _, nbytes in sent], [nbytes for _, nbytes in known], nothing
 
     right = whole(1, 2, [2, 2])
-    for wide, half, sent in gloo(body, range(2)):
-        assert wide.equal(right.to(dtype).float()) and half.equal(right.to(dtype)) and half.dtype == dtype
-        assert sent == [("all_gather", 16), ("all_gather", 2 * 3 * dtype.itemsize)]
-
-
-def test_messages():
-    """The numbers of rows, the rows, the labels; reading sends nothing."""
-
-    def body(r):
-        queue = FeatureQueue(8, 3, labels=True)
-        sent = profiled(queue.enqueue, rows_of(r, 0, 2), torch.arange(2))
-        known = profiled(partial(queue.enqueue, sizes=None), rows_of(r, 0, 2), torch.arange(2))
-        return [len(sent), len(known)], profiled(lambda: (queue.features(), queue.labels()))
-
-    assert gloo(body, range(2)) == [([3, 2], [])] * 2
+    for rows, of_other, *messages in gloo(body, range(2)):
+        assert rows.equal(right.to(dtype).float()) and of_other.equal(right.to(dtype))
+        assert messages == [[16, 2 * 3 * dtype.itemsize, 2 * 8], [2 * 3 * 4], []]

@@ -10,8 +10,8 @@ from inspect import signature
 
 import pytest
 import torch
-from references import data
-from runs import gloo, gloo_messages, refusal, runs_on
+from references import CONTRASTIVE, LOSSES, batch, data
+from runs import gloo, gloo_messages, refusal, rules, runs_on
 from torch.nn import Parameter
 
 import diffcoll as dc
@@ -122,6 +122,25 @@ def test_ranks_with_features_of_different_sizes(run):
     run(body, [4, 5])
 
 
+# ── values ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def values(names, x, y, labels):
+    return [LOSSES[name].ours(x, y, labels).item() for name in names]
+
+
+@runs_on("rules", "gloo")
+def test_every_rank_returns_the_same_number(run):
+    first, *others = run(partial(values, LOSSES), *(t.split([4, 0, 3, 1]) for t in batch(8, torch.float32)[:3]))
+    assert others == [first] * 3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_loss_of_no_rows_is_nan(n):
+    for found in rules(partial(values, [*CONTRASTIVE, "koleo"]), *([t] * n for t in batch(0)[:3])):
+        assert all(value != value for value in found)
+
+
 # ── modules ──────────────────────────────────────────────────────────────────────────────────────────────
 
 A, B = Y.unbind(1)
@@ -182,7 +201,7 @@ def test_scales_of_modules():
 
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
-#: A loss of (b, 4), and how many numbers its messages have; the last one is that of backward.
+#: A loss of (b, 4), and how many numbers its messages have, those of backward at the end.
 MESSAGES = {
     "barlow_twins": (lambda x: f.barlow_twins_loss(x, x.cos()), [2 * 4 + 1, 4 * 4 + 4 * 4, 1]),
     "vicreg": (lambda x: f.vicreg_loss(x, x.cos()), [2 * 4 + 1, 4 * 4 + 4 * 4 + 1, 1]),
@@ -191,7 +210,10 @@ MESSAGES = {
     "dice of each class": (lambda x: f.dice_loss(x.sigmoid(), x > 0, dims="per class"), [3 * 4, 1]),
     "dice of each row": (lambda x: f.dice_loss(x.sigmoid(), x > 0, dims=1), [2, 1]),
     "token_mean": (lambda x: f.token_mean(x.square()), [2, 1]),
-    "sinkhorn": (lambda x: f.token_mean(x * f.sinkhorn(x, iterations=2)), [4, 4, 4, 2, 1]),
+    # two numbers for each token, or three; in backward hidden's gradient, if it needs one
+    "vocabulary": (lambda x: of_vocabulary(HIDDEN.clone().requires_grad_(), x, TARGET % 8), [2, 2 * 6, 6 * 4]),
+    "vocabulary, smoothed": (lambda x: of_vocabulary(HIDDEN, x, TARGET % 8, label_smoothing=0.3), [2, 3 * 6]),
+    "sinkhorn": (lambda x: f.token_mean(x * f.sinkhorn(x, iterations=2)), [4, 4, 2, 1]),
 }
 
 
@@ -200,7 +222,8 @@ def test_what_is_sent():
         found, values = {}, []
         for name, (loss, _) in MESSAGES.items():
             forward = gloo_messages(lambda loss=loss: values.append(loss(x.requires_grad_())))
-            found[name] = [n for _, n in forward + gloo_messages(values[-1].backward)]
+            messages = forward + gloo_messages(values[-1].backward)
+            found[name] = [n for kind, n in messages if "recv" not in kind]
         return found
 
     for found in gloo(body, data(8, 4).split([5, 3])):

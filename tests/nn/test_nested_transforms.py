@@ -9,72 +9,21 @@ from functools import partial
 
 import nests
 import pytest
-import references
 import torch
+from references import IN_CHUNKS, LOSSES, Loss, data, of_products
 from runs import gloo, rules
 
-from diffcoll import all_reduce, nn, sum_gradients
-from diffcoll.nn import functional
-from diffcoll.nn.functional import moments, weighted_mean
+from diffcoll import nn
+from diffcoll.nn.functional import clip_loss, nt_xent_loss
 
 SIZES = {1: (3,), 2: (3, 2), 3: (2, 0, 3)}
 
 
-def features(x, r, rows):
-    """(rows, 4), of x of shape (2,)."""
+def given(x, r, rows):
+    """Features of two views, (rows, 2) each, of x of shape (2,); and labels."""
     base = (1.9 * torch.arange(4 * rows, dtype=torch.float64) + 0.7 * r + 0.3).view(rows, 4).sin()
-    return (1.3 * base * x[0] + base.cos() * x[1] + base).sin()
-
-
-def labels_of(r, rows):
-    return (torch.arange(rows) + r) % 3
-
-
-# ── programs: from the features and labels of a rank, and from those of all ranks ────────────────────────
-
-
-def contrastive(kind, scale=2.0, bias=0.0, **options):
-    def of(loss, **options):
-        def of_rows(z, labels):
-            marks = {"labels": labels} if "supcon" in kind else {}
-            return loss(z[:, :2], z[:, 2:], scale, bias, **marks, **options)
-
-        return of_rows
-
-    return of(references.CONTRASTIVE[kind].ours, **options), of(references.CONTRASTIVE[kind].whole)
-
-
-def of_views(ours, whole, **options):
-    return tuple(lambda z, labels, f=f: f(z[:, :2], z[:, 2:], **options) for f in (ours, whole))
-
-
-def of_features(ours, whole):
-    return tuple(lambda z, labels, f=f: f(z) for f in (ours, whole))
-
-
-#: Tokens, whose hidden states depend on the rows of all ranks.
-TARGET = torch.tensor([1, -100, 2, 0])
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.1}
-
-
-def hidden(total):
-    return (1.3 * torch.arange(16, dtype=torch.float64)).view(4, 4).sin() + total.cos()
-
-
-def vocabulary(**options):
-    def on_rank(z, labels):
-        states, more = hidden(all_reduce(z.sum(0), grad_placement="replicate")), {"bias_shard": z[:, 0], **OPTIONS}
-        return sum_gradients(functional.vocab_parallel_cross_entropy(states, z, TARGET, **more, **options))
-
-    return on_rank, lambda z, labels: references.vocabulary_cross_entropy(
-        hidden(z.sum(0)), z, TARGET, z[:, 0], **OPTIONS
-    )
-
-
-def both_moments(z, w):
-    """Mean and variance, as those of `moments`."""
-    mean = (w * z).sum() / w.expand_as(z).sum()
-    return torch.stack([mean, (w * (z - mean).square()).sum() / w.expand_as(z).sum()])
+    z = (1.3 * base * x[0] + base.cos() * x[1] + base).sin()
+    return z[:, :2], z[:, 2:], (torch.arange(rows) + r) % 3
 
 
 def normalized(z):
@@ -87,44 +36,11 @@ def used(y):
     return torch.stack([(w * y).sum(), (w * y.sin()).sum()])
 
 
-def of_weights(z):
-    """Positive functions of the features, one for each row."""
-    return z[:, :1].square()
-
-
-KINDS = ["clip", "info_nce", "nt_xent", "supcon_of_one_view", "info_nce_of_hard_negatives", "info_nce_of_passages"]
-#: The value of the whole batch, the same on each rank; of batch norm, each rank's rows.
+#: Of features x and y and labels: the value of the whole batch, the same on each rank; of batch norm, each rank's rows.
 PROGRAMS = {
-    **{kind: contrastive(kind) for kind in KINDS},
-    **{f"{kind} 2": contrastive(kind, chunk_size=2) for kind in KINDS},  # ranks have 3 rows
-    "siglip": contrastive("siglip", 3.0, -1.0),
-    "siglip 2": contrastive("siglip", 3.0, -1.0, chunk_size=2),
-    "barlow twins": of_views(functional.barlow_twins_loss, references.barlow_twins, lambda_param=0.3),
-    "vicreg": of_views(functional.vicreg_loss, references.vicreg),
-    "koleo": of_features(partial(functional.koleo_loss, normalize=False), partial(references.koleo, normalize=False)),
-    "sigreg": of_features(*(partial(f, seed=3, num_slices=4) for f in (functional.sigreg_loss, references.sigreg))),
-    "vocabulary": vocabulary(),
-    "vocabulary 2": vocabulary(chunk_size=2),
-    "dice": of_features(
-        lambda z: functional.dice_loss(z[:, :2].cos(), z[:, 2:].cos(), dims="per class"),
-        lambda z: references.ratio("dice", z[:, :2].cos(), z[:, 2:].cos(), dims=0),
-    ),
-    "moments": of_features(
-        lambda z: torch.stack(moments(z, (0, 1))[1:]), lambda z: both_moments(z, torch.ones_like(z))
-    ),
-    "moments of weighted": of_features(
-        lambda z: torch.stack([y.view(()) for y in moments(z, (0, 1), weight=of_weights(z))[1:]]),
-        lambda z: both_moments(z, of_weights(z)),
-    ),
-    "weighted mean": of_features(
-        lambda z: weighted_mean(z[:, 1:2], weight=of_weights(z)),
-        lambda z: references.mean_of_tokens(z[:, 1:2], of_weights(z))[None],
-    ),
-    "token mean": (
-        lambda z, labels: functional.token_mean(z, labels[:, None]),
-        lambda z, labels: references.mean_of_tokens(z, labels[:, None]),
-    ),
-    "batch norm": of_features(nn.SyncBatchNorm(4, eps=1e-3, affine=False, track_running_stats=False), normalized),
+    **LOSSES,
+    **{f"{name} 2": Loss(partial(LOSSES[name].ours, chunk_size=2), LOSSES[name].whole) for name in IN_CHUNKS},
+    "batch norm": of_products(nn.SyncBatchNorm(2, eps=1e-3, affine=False, track_running_stats=False), normalized),
 }
 
 
@@ -138,19 +54,18 @@ def check(pairs, n, run):
 
     def body(r):
         def on_rank(x, program):
-            y = program(features(x, r, sizes[r]), labels_of(r, sizes[r]))
+            y = program(*given(x, r, sizes[r]))
             return used(y) if y.dim() > 1 else y
 
         return [
-            nests.by_transforms(nest, partial(on_rank, program=PROGRAMS[name][0]), r)(x_of(r)) for name, nest in pairs
+            nests.by_transforms(nest, partial(on_rank, program=PROGRAMS[name].ours), r)(x_of(r)) for name, nest in pairs
         ]
 
     of_ranks = run(body, range(n))
     for i, (name, nest) in enumerate(pairs):
 
-        def on_one(xs, program=PROGRAMS[name][1]):
-            rows = [features(x, r, sizes[r]) for r, x in enumerate(xs)]
-            y = program(torch.cat(rows), torch.cat([labels_of(r, size) for r, size in enumerate(sizes)]))
+        def on_one(xs, program=PROGRAMS[name].whole):
+            y = program(*map(torch.cat, zip(*(given(x, r, sizes[r]) for r, x in enumerate(xs)), strict=True)))
             return [used(part) for part in y.split(sizes)] if y.dim() > 1 else [y] * n
 
         for r, y in enumerate(nests.by_definition(nest, on_one)([x_of(r) for r in range(n)])):
@@ -191,11 +106,11 @@ def test_an_empty_rank_and_normalized_features(pair):
     check([pair], 3, rules)
 
 
-@pytest.mark.parametrize("loss", [partial(functional.clip_loss, logit_scale=2.0), functional.nt_xent_loss])
+@pytest.mark.parametrize("loss", [partial(clip_loss, logit_scale=2.0), nt_xent_loss])
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_a_backward_within_vmap(loss, chunk):
     """The gradients of the loss are a batch of torch.func's, those of its inputs are outside: nothing is in place."""
-    x, y = (references.data(6, 4, seed=seed).requires_grad_() for seed in (0, 1))
+    x, y = (data(6, 4, seed=seed).requires_grad_() for seed in (0, 1))
     value = loss(x, y, chunk_size=chunk)
     (expected,) = torch.autograd.grad(value, x, retain_graph=True)
     factors = torch.tensor([1.0, -2.0], dtype=torch.float64)

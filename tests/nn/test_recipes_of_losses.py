@@ -3,75 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from references import data, holds
+from references import LOSSES, data, holds
 from runs import gloo, rules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 from diffcoll.nn import functional as f
-
-
-def after_step(by, model, loss, *batch):
-    """Return the loss and the gradients of a step by DDP or an averager, or on one process."""
-    called = DistributedDataParallel(model) if by == "DDP" else model
-    backward = dc.GradientAverager(model).backward if by == "averager" else torch.Tensor.backward
-    value = loss(*called(*batch))
-    backward(value)
-    return value.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
-by_each = pytest.mark.parametrize("by", ["DDP", "averager"])
-
-# ── GradCache: the model in chunks, by checkpoints ───────────────────────────────────────────────────────
-
-
-def at_once(encoder, x):
-    return encoder(x)
-
-
-def in_chunks(encoder, x):
-    return torch.cat([encoder(part) for part in x.split(2)])
-
-
-def again(encoder, x):
-    return torch.cat([checkpoint(encoder, part, use_reentrant=False) for part in x.split(2)])
-
-
-class Towers(nn.Module):
-    """Two encoders with dropout and a scale, which is returned too: all that the loss uses passes DDP's forward."""
-
-    def __init__(self, encode, dropout=0.0):
-        super().__init__()
-        torch.manual_seed(0)
-        self.image, self.text = (
-            nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 3)).double() for _ in range(2)
-        )
-        self.scale, self.encode = nn.Parameter(torch.tensor(2.0).double()), encode
-
-    def forward(self, image, text):
-        features = self.encode(self.image, image), self.encode(self.text, text)
-        return *(F.normalize(x, dim=1) for x in features), self.scale
-
-
-@by_each
-def test_grad_cache(by):
-    """As one process without chunks; and with dropout as chunks that are not computed again. A rank has no rows."""
-    pairs = data(9, 4), data(9, 4, seed=1)
-
-    def on_ranks(*options):
-        def step(image, text):
-            model = Towers(*options)
-            torch.manual_seed(dc.get_rank())
-            return after_step(by, model, f.clip_loss, image, text)
-
-        return gloo(step, *(x.split([5, 4, 0]) for x in pairs))
-
-    expected = after_step(None, Towers(at_once), f.clip_loss, *pairs)
-    torch.testing.assert_close(on_ranks(again), [expected] * 3)
-    torch.testing.assert_close(on_ranks(again, 0.3), on_ranks(in_chunks, 0.3))
-
 
 # ── each loss and batch norm ─────────────────────────────────────────────────────────────────────────────
 
@@ -88,30 +26,26 @@ class Views(nn.Module):
         return self.layers(torch.cat([x, y])).chunk(2)
 
 
-STEPS = {
-    "clip": lambda x, y: f.clip_loss(x, y, 5.0, normalize=True),
-    "siglip": lambda x, y: f.siglip_loss(x, y, 5.0, -3.0, normalize=True),
-    "nt_xent": f.nt_xent_loss,
-    "supcon": lambda x, y: f.supcon_loss(torch.stack([x, y], 1), (x[:, 0] > 0).long()),
-    "vicreg": f.vicreg_loss,
-    "barlow twins": f.barlow_twins_loss,
-    "koleo": lambda x, y: f.koleo_loss(x + y),
-    "sigreg": lambda x, y: f.sigreg_loss(x - y, seed=1, num_slices=4),
-    "dice": lambda x, y: f.dice_loss(x.sigmoid(), (y > 0).double()),
-    "token_mean": lambda x, y: f.token_mean((x - y).square(), (y > 0).double()),
-}
+def step(by, loss, norm, x, y):
+    """Return the loss and the gradients of a step by DDP or an averager, or on one process."""
+    model = Views(norm)
+    called = DistributedDataParallel(model) if by == "DDP" else model
+    backward = dc.GradientAverager(model).backward if by == "averager" else torch.Tensor.backward
+    value = loss(*called(x, y), (y[:, 0] > 0).long())
+    backward(value)
+    return value.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@by_each
+@pytest.mark.parametrize("by", ["DDP", "averager"])
 def test_a_step_of_each_loss(by):
-    """With SyncBatchNorm; ranks have 5, 1 and 3 rows."""
+    """With SyncBatchNorm; ranks have 5, no and 4 rows."""
     pairs = data(9, 4), data(9, 4, seed=1)
 
-    def step(*batch, by=by, norm=dc.nn.SyncBatchNorm):
-        return {name: after_step(by, Views(norm), loss, *batch) for name, loss in STEPS.items()}
+    def body(*mine):
+        return [step(by, loss.ours, dc.nn.SyncBatchNorm, *mine) for loss in LOSSES.values()]
 
-    expected = step(*pairs, by=None, norm=nn.BatchNorm1d)
-    torch.testing.assert_close(gloo(step, *(x.split([5, 1, 3]) for x in pairs)), [expected] * 3)
+    expected = [step(None, loss.whole, nn.BatchNorm1d, *pairs) for loss in LOSSES.values()]
+    torch.testing.assert_close(gloo(body, *(x.split([5, 0, 4]) for x in pairs)), [expected] * 3)
 
 
 # ── PartialFC with ArcFace's margin: a data-parallel backbone, classes sharded over the same ranks ───────

@@ -5,14 +5,12 @@ from functools import partial
 import pytest
 import torch
 from references import data, holds, vocabulary_cross_entropy
-from runs import gloo, gloo_messages, mpi, rules
+from runs import gloo, mpi, rules
 from torch import nn
 from torch.autograd import forward_ad
-from torch.distributed.tensor import Shard
 
 import diffcoll as dc
 from diffcoll.nn.functional import vocab_parallel_cross_entropy
-from diffcoll.testing import assert_matches_single_process
 
 TARGET = torch.tensor([[0, 8, -100], [5, 5, 3]])
 OPTIONS = [
@@ -59,23 +57,7 @@ def close(found, expected):
 # ── against one process ──────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("on", ["simulated", pytest.param("gloo", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_check_of_sharded_programs(options, on):
-    """Value and hidden's gradient are the same on all ranks, those of weight and bias are split as they are."""
-    assert assert_matches_single_process(
-        partial(ours, **options),
-        partial(whole, **options),
-        (H, W, B),
-        ranks=[{"tp": 3}] if on == "simulated" else [{"tp": 3}, {"tp": 9}],
-        placements={"weight": {"tp": Shard(0)}, "bias": {"tp": Shard(0)}},
-        rank_reduction={},
-        on=[on],
-    ).ok
-
-
-@pytest.mark.parametrize("on", ["simulated", pytest.param("gloo", marks=pytest.mark.slow)])
-def test_to_second_order(on):
+def test_to_second_order():
     """By the law: N copies of hidden, of which one variable is made, and N shares of the loss."""
     hidden, target = (
         nn.ParameterDict({"states": data(5, 4)}),
@@ -95,7 +77,7 @@ def test_to_second_order(on):
             return whole(hidden.states, w, b, target, **options)
 
         sizes = [(8,), (3, 5), (5, 0, 3), (0, 8, 0), (2, 3, 3)]
-        holds(distributed, single, make, module=hidden, sizes=sizes, on=[on], rank_reduction="sum")
+        holds(distributed, single, make, module=hidden, sizes=sizes, rank_reduction="sum")
 
 
 IGNORED = torch.full_like(TARGET, -100)
@@ -194,25 +176,7 @@ def test_half_precision_is_computed_in_float32(dtype, chunk_size):
         assert (found.double() - g).norm() < 3 * torch.finfo(dtype).eps / 2 * g.norm()
 
 
-# ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}], ids=str)
-def test_what_is_sent(options):
-    """Two numbers, then two for each token, or three; backward one all-reduce of hidden's gradient, if it needs one."""
-
-    def sent(weight, needed, group=None):
-        xs, values = [H.clone().requires_grad_(needed), weight.clone().requires_grad_()], []
-        forward = gloo_messages(lambda: values.append(ours(*xs, group=group, **options)))
-        return [n for name, n in forward if name == "send"], gloo_messages(values[0].backward)
-
-    def body(r, shard):
-        alone = [torch.distributed.new_group([rank]) for rank in range(2)][r]
-        return sent(shard, True), sent(shard, False), sent(W, True, alone)
-
-    each = 2 * 6 + 6 * len(options)
-    for found in gloo(body, range(2), W.split([4, 5])):
-        assert found == (([2, each], [("all_reduce", 6 * 4)]), ([2, each], []), ([], []))
+# ── transforms ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
