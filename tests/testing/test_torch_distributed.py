@@ -381,6 +381,15 @@ def both_send(r):  # gloo and NCCL do not buffer either: this hangs there
     dist.recv(ones(1), 1 - r)
 
 
+def groups_in_another_order(call):
+    def body(r):
+        groups = dist.group.WORLD, new_group([0, 1])
+        for group in groups[:: 1 if r else -1]:
+            call(ones(1), group=group)
+
+    return body
+
+
 def message(send, receive):
     """Rank 1 sends to rank 0."""
     return lambda r: dist.send(send, 0) if r else dist.recv(receive, 1)
@@ -397,6 +406,8 @@ MISMATCHES = {
     "dtype": lambda r: dist.all_reduce(ones(1) if r else ones(1).long()),
     "one rank's own": lambda r: dist.reduce_scatter_tensor(ones(1), ones(2).double()),
     "coalesced": lambda r: dist.group.WORLD.allreduce_coalesced([ones(1) for _ in range(r + 1)]).wait(),
+    "groups": groups_in_another_order(dist.all_reduce),
+    "groups, diffcoll": groups_in_another_order(dc.all_reduce),
     "both send": both_send,
     "nobody sends": lambda r: dist.recv(ones(1)),
     "tags": lambda r: dist.send(ones(1), 0, tag=3) if r else dist.recv(ones(1), 1, tag=2),
@@ -406,8 +417,9 @@ MISMATCHES = {
 #: Where only rank 0 waits.
 ALONE = {
     "a rank has ended": lambda r: r or dist.barrier(),
+    "a rank has ended, diffcoll": lambda r: r or dc.all_gather(ones(2)),
     "nobody is left to send": lambda r: r or dist.recv(ones(1), 1),
-    "groups": lambda r: r or dist.new_group([0, 1]),
+    "a new group": lambda r: r or dist.new_group([0, 1]),
 }
 
 
@@ -475,16 +487,6 @@ def test_compilers_are_refused(fullgraph, monkeypatch):
         "torch.distributed: torch.compile, export, make_fx and linearize do not work on simulated ranks",
         lambda r: torch.compile(loss, backend="eager", fullgraph=fullgraph)(ones(1)),
     )
-
-
-def test_an_error_of_one_rank_in_the_middle_of_ddp():
-    def body(r):
-        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-        if r == 1:
-            raise KeyError("mine")
-        model(torch.ones(1, 2)).sum().backward()
-
-    fails(KeyError, "mine", body)
 
 
 def test_works_that_outlive_their_ranks():
