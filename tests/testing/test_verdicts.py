@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 
+import field
 import pytest
 import torch
 import torch.distributed as dist
@@ -198,10 +199,15 @@ RIGHT = {
     "zero but for rounding": lambda: summed(torch.sum, lambda x: x.mean(0).sum() * 8, rows(8) - rows(8).mean(0)),
     "in single precision, with a tolerance": lambda: in_single_precision(tolerance=1e-5),
     "somebody sums later": partial(sequence, "said to be partial"),
+    **{
+        name: with_more(make, ranks=[EVEN, (2, 2, 2)] if "torch.distributed.nn" in name else [(5, 3), (0, 2, 4, 2)])
+        for name, make in field.RIGHT.items()
+    },
     **{make.__name__: partial(make, "") for make in PROGRAMS},
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.distributed.nn:FutureWarning")
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_right(name, on):
@@ -317,6 +323,7 @@ WRONG = {
         lambda: summed(lambda x: value(x) * max(dc.get_world_size() - 1, 1), ranks=[EVEN, (4, 4, 4)]),
         "right on up to 2 ranks, wrong on 3",
     ),
+    **{name: (with_more(make, ranks=EVEN), "") for name, make in field.WRONG.items()},
     **{
         f"{name}, {n} ranks": (with_more(make, ranks=ranks[n]), words)
         for name, (make, ranks, words) in PLANTED.items()
