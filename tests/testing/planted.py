@@ -22,17 +22,12 @@ from field import (
     program,
     redundancy,
     right_gather,
+    rows_of_all,
 )
 from torch.autograd import Function
 from verdicts import numbers, rows, ruled, summed
 
 import diffcoll as dc
-
-
-def rows_of_all(x):
-    """This rank's first row and the number of rows of all ranks."""
-    sizes = dc.all_gather(torch.tensor([len(x)]))
-    return int(sizes[: dc.get_rank()].sum()), int(sizes.sum())
 
 
 class Temperature(torch.nn.Module):

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 import diffcoll as dc
 from diffcoll.engines.rank_state import NotARankError
-from diffcoll.testing import simulate, spawn, true_gradients
+from diffcoll.testing import RanksFailedError, simulate, spawn, true_gradients
 
 LAUNCHER = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
@@ -29,11 +29,12 @@ def total(r):
 # ── calls and results ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_called_like_map():
-    found = simulate(lambda a, b: (dc.get_rank(), dc.get_world_size(), a + b), [1, 2, 3], (10, 20, 30))
+@pytest.mark.parametrize("call", [simulate, spawn])
+def test_called_like_map(call):
+    found = call(lambda a, b: (dc.get_rank(), dc.get_world_size(), a + b), [1, 2, 3], (10, 20, 30))
     assert found == [(0, 3, 11), (1, 3, 22), (2, 3, 33)]
     for column in ("ab", (x for x in (10, 20)), np.arange(2), torch.eye(2), {3: 0, 4: 0}.values()):
-        assert len(simulate(lambda a, b: (a, b), range(2), column)) == 2
+        assert len(call(lambda a, b: (a, b), range(2), column)) == 2
 
 
 @pytest.mark.parametrize("call", [simulate, spawn])
@@ -119,7 +120,8 @@ def test_random_streams():
     assert len({number for stream in streams + others for number in stream}) == 36
 
 
-def test_the_variables_of_a_launcher(monkeypatch):
+@pytest.mark.parametrize("call", [simulate, spawn])
+def test_the_variables_of_a_launcher_and_the_default_group(call, monkeypatch):
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     before = dict(os.environ)
@@ -128,12 +130,12 @@ def test_the_variables_of_a_launcher(monkeypatch):
         first = {name: os.environ[name] for name in LAUNCHER}
         dc.all_reduce(torch.ones(1))
         assert first == {name: os.environ[name] for name in LAUNCHER}
-        assert dist.get_rank() == dc.get_rank() == r
-        return [first[name] for name in LAUNCHER[:5]]
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (r, 3, "gloo")
+        return [first[name] for name in LAUNCHER[:5]], os.getcwd(), torch.get_num_threads()
 
-    assert simulate(body, range(3)) == [[str(r), "3", str(r), "3", "127.0.0.1"] for r in range(3)]
-    with pytest.raises(KeyError):
-        simulate(lambda r: {}[r], range(2))
+    assert call(body, range(3)) == [([str(r), "3", str(r), "3", "127.0.0.1"], os.getcwd(), 1) for r in range(3)]
+    with pytest.raises((KeyError, RanksFailedError)):
+        call(lambda r: {}[r], range(2))
     assert dict(os.environ) == before
 
 
@@ -228,14 +230,10 @@ def test_a_rank_that_raises():
             assert "raised on simulated rank 2 of 3" in caught.value.__notes__[-1]
 
 
-def test_a_world_within_a_world():
+def test_calls_within_a_world_a_transform_or_a_region():
+    x = torch.tensor([1.0, 2.0])
     with pytest.raises(RuntimeError):
         simulate(lambda r: simulate(total, range(2)), range(2))
-    assert simulate(total, range(3)) == [3, 3, 3]
-
-
-def test_calls_within_a_transform_or_region():
-    x = torch.tensor([1.0, 2.0])
     for call in (simulate, spawn):
         for around in (torch.func.grad, torch.vmap):
             with pytest.raises(RuntimeError):

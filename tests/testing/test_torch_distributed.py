@@ -423,7 +423,7 @@ def test_wrong_arguments(name):
 
 
 def test_functions_compiled_before_run_uncompiled():
-    """Graphs have no guard for the default group. On one thread, since the number of threads is guarded."""
+    """Graphs have no guard for the default group."""
 
     @torch.compile(backend="eager")
     def total(x):
@@ -431,15 +431,10 @@ def test_functions_compiled_before_run_uncompiled():
             dist.all_reduce(x)
         return x * 1
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert total(ones(1)) == 1
-        assert simulate(lambda r: total(torch.tensor([r + 1.0])).item(), range(2)) == [3, 3]
-        assert total(ones(1)) == 1
-        assert torch._dynamo.eval_frame._stance.stance == "default"
-    finally:
-        torch.set_num_threads(threads)
+    assert total(ones(1)) == 1
+    assert simulate(lambda r: total(torch.tensor([r + 1.0])).item(), range(2)) == [3, 3]
+    assert total(ones(1)) == 1
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -459,28 +454,17 @@ def test_compilers_are_refused(fullgraph, monkeypatch):
     )
 
 
-def test_works_that_outlive_their_ranks():
-    works = []
-
-    def body(r):
-        works.append(dist.irecv(ones(1), 1 - r))
-
-    simulate(body, range(2))
-    for work in works:
-        with pytest.raises(RuntimeError):
-            work.wait()
-
-
 # ── groups and meshes that ranks share, as through globals ───────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("default", [False, True])
 @pytest.mark.parametrize("call", [dist.all_reduce, dc.all_reduce], ids=["torch", "diffcoll"])
 def test_a_group_of_another_rank(call, default):
-    """Raises, also after its ranks have ended."""
+    """Raises, also after its ranks have ended, and so does a communication that they have not waited for."""
     kept = {}
 
     def body(r):
+        kept["work"] = dist.irecv(ones(1), 1 - r)
         kept.setdefault("group", dist.group.WORLD if default else dist.new_group([r]))
         dist.barrier()
         call(ones(1), group=kept["group"])
@@ -488,8 +472,9 @@ def test_a_group_of_another_rank(call, default):
     with pytest.raises((RuntimeError, ValueError)) as raised:
         simulate(body, range(2))
     assert not isinstance(raised.value, dc.CollectiveMismatchError)  # a rank has been refused, none waits
-    with pytest.raises(RuntimeError):
-        kept["group"].barrier()
+    for later in (kept["group"].barrier, kept["work"].wait):
+        with pytest.raises(RuntimeError):
+            later()
 
 
 #: Questions to a mesh of the first of four ranks, and how many get an error, in its simulation and in a later one.

@@ -48,11 +48,6 @@ def layer(*shape, kind=nn.Linear):
     return kind(*shape, dtype=torch.double)
 
 
-def count(x):
-    """The number of rows of all ranks."""
-    return dc.all_reduce(torch.tensor(float(len(x)), dtype=torch.double))
-
-
 def squares(module, x):
     return module(x).square().sum()
 
@@ -93,7 +88,7 @@ def normalized(update, **more):
     """Batch norm of all rows, with a rule for its running variance."""
 
     def distributed(norm, x):
-        n = count(x)
+        _, n = field.rows_of_all(x)
         mean = dc.all_reduce(x.sum(0)) / n
         variance = dc.all_reduce(((x - mean) ** 2).sum(0)) / n
         with torch.no_grad():
@@ -179,7 +174,7 @@ def averages_of_weights():
 
     def update(module, x):
         with torch.no_grad():
-            mean = dc.all_reduce(x.sum(0)) / count(x)
+            mean = dc.all_reduce(x.sum(0)) / field.rows_of_all(x)[1]
             module.running_mean.lerp_(mean, 0.1)
 
     return update, update, rows, {"module": nn.BatchNorm1d(3).double()}
@@ -218,7 +213,7 @@ def test_a_right_program_is_right(name, on):
 
 
 def a_wrong_count(of_rank):
-    return summed(lambda x: ((x**2).sum(), of_rank(x, int(count(x)))), lambda x: ((x**2).sum(), len(x)))
+    return summed(lambda x: ((x**2).sum(), of_rank(x, field.rows_of_all(x)[1])), lambda x: ((x**2).sum(), len(x)))
 
 
 class Numbers(nn.Module):
