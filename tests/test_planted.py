@@ -6,10 +6,8 @@ from functools import partial
 
 import properties
 import pytest
-import torch
 from runs import rules
 
-import diffcoll as dc
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core import maps
 from diffcoll.testing import cases
@@ -100,36 +98,3 @@ def test_a_replicated_adjoint_of_a_partial_gradient_is_detected(monkeypatch, nam
     right = rule.adjoint
     monkeypatch.setattr(rule, "adjoint", property(lambda f: right.fget(replace(f, replicated=True))))
     assert not held(name)
-
-
-class Sum(torch.autograd.Function):
-    """The sum over ranks, with another backward."""
-
-    @staticmethod
-    def forward(ctx, x, rule):
-        ctx.rule = rule
-        return dc.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.rule(g), None
-
-
-#: A backward of the sum, and what of a rank's results is wrong then.
-SEEN = {
-    "right if all ranks have the same loss": (lambda g: N * g, {"gradient", "second"}),
-    "right once": (lambda g: dc.all_reduce(g.detach()), {"second"}),
-}
-
-
-@pytest.mark.parametrize(("rule", "wrong"), SEEN.values(), ids=SEEN)
-def test_the_program_of_verify_sees_what_is_wrong(rule, wrong):
-    case = cases.table(N)[0]
-    expected = cases.in_truth(case, 0)
-
-    def body(r):
-        (found,) = cases.derivatives([(case, r)], lambda xs: [Sum.apply(x, rule) for x in xs], 0)
-        return cases.errors(found, expected, r)
-
-    for errors in rules(body, range(N)):
-        assert {name for name, error in errors.items() if error > 1e-6} == wrong

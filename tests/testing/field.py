@@ -152,6 +152,12 @@ OF_PAIRS = by_name(info_nce, sigmoid_pairs, attention, following)
 # ── ways to gather and to sum ────────────────────────────────────────────────────────────────────────────
 
 
+def rows_of_all(x):
+    """This rank's first row, and the number of rows of all ranks."""
+    sizes = dc.all_gather(torch.tensor([len(x)]))
+    return int(sizes[: dc.get_rank()].sum()), int(sizes.sum())
+
+
 def blocks_of_all(x):
     """The blocks of all ranks, padded to the length of the longest one for the message; the gradient is lost."""
     sizes = dc.all_gather(torch.tensor([len(x)])).tolist()
@@ -197,8 +203,7 @@ def own_block_kept(x):
 
 
 def last_rank_zero(x):
-    sizes = dc.all_gather(torch.tensor([len(x)]))
-    return right_gather(x) * (torch.arange(int(sizes.sum())) < sizes[:-1].sum())[:, None]
+    return right_gather(x * (dc.get_rank() < dc.get_world_size() - 1))
 
 
 def alone(x):
@@ -261,8 +266,8 @@ def of_pairs(loss, gather):
     """Every rank returns the terms of its own rows; the gradients are summed."""
 
     def value(model, x, y, k):
-        z, first = model(x), int(dc.scan(torch.tensor([len(x)]), exclusive=True))
-        return loss(z, gather(z), 0 if gather is alone else first, int(dc.all_reduce(torch.tensor([len(x)]))))
+        z, (first, total) = model(x), rows_of_all(x)
+        return loss(z, gather(z), 0 if gather is alone else first, total)
 
     return value
 

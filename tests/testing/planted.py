@@ -10,17 +10,24 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from field import identity, own_block_kept, own_slice, plain_gather, right_gather
+from field import (
+    alone,
+    identity,
+    of_rows,
+    of_statistics,
+    own_block_kept,
+    own_slice,
+    pearson,
+    plain_gather,
+    program,
+    redundancy,
+    right_gather,
+    rows_of_all,
+)
 from torch.autograd import Function
 from verdicts import numbers, rows, ruled, summed
 
 import diffcoll as dc
-
-
-def rows_of_all(x):
-    """This rank's first row and the number of rows of all ranks."""
-    sizes = dc.all_gather(torch.tensor([len(x)]))
-    return int(sizes[: dc.get_rank()].sum()), int(sizes.sum())
 
 
 class Temperature(torch.nn.Module):
@@ -50,15 +57,6 @@ def clip(gather, scale=lambda s: s):
     return distributed, _of_one, pair, {"module": Temperature()}
 
 
-def _whole(gather):
-    """open_clip's default: every rank returns the loss of the whole batch."""
-
-    def distributed(module, image, text):
-        return _of_one(module, gather(image), gather(text))
-
-    return distributed, _of_one, pair, {"module": Temperature()}
-
-
 def _sum_of_rows(reduce, power=1, **more):
     def distributed(x):
         return reduce(x.sum(0)).sin().sum() / dc.get_world_size() + (x**3).sum()
@@ -67,21 +65,6 @@ def _sum_of_rows(reduce, power=1, **more):
         return (x.sum(0) ** power).sin().sum() + (x**3).sum()
 
     return summed(distributed, single, **more)
-
-
-def _barlow(total):
-    """The moments are those of the rows that `total` sums over, the correlations those of all."""
-
-    def loss(a, b, total=total, of_all=dc.all_reduce):
-        def standardized(z):
-            z = z - total(z.sum(0)) / total(n)
-            return z / (total((z**2).sum(0)) / total(n)).sqrt()
-
-        n = torch.full((1,), float(len(a)), dtype=a.dtype)
-        c = of_all(standardized(a).T @ standardized(b)) / of_all(n)
-        return ((c - torch.eye(len(c), dtype=c.dtype)) ** 2).sum()
-
-    return loss, partial(loss, total=torch.clone, of_all=torch.clone), pair, {}
 
 
 def mean(x):
@@ -140,14 +123,14 @@ EMPTY = {2: [(4, 4), (8, 0)], 3: [(4, 4, 4), (5, 0, 3)]}
 #: name: (the loss, its rows by N, words that must be observed)
 PLANTED = {
     "plain gather": (lambda: clip(plain_gather), EVEN, "text: zero on every rank"),
-    "own block kept": (lambda: _whole(own_block_kept), EVEN, "image and text: .* = 1/N times .*, exact under .sum."),
+    "own block kept": (partial(program, of_rows, pearson, own_block_kept), EVEN, "= 1/N times .*, exact under .sum."),
     "local slice": (lambda: clip(own_slice), EVEN, "text: no other rank's loss reaches it"),
     "not reduced": (lambda: _sum_of_rows(identity), EVEN, "x: no other rank's loss reaches it"),
     "rank missing": (lambda: clip(without_rank_zero), EVEN, "text: the loss of rank 0 reaches it on no rank"),
     "ranks swapped": (_ring_sum, EVEN, "x: backward does not give the derivative of what the ranks return"),
     "detached on rank 1": (lambda: clip(detached_on_rank_1), EVEN, "text: right if the calls of detach"),
     "N times": (lambda: clip(right_gather, summed_again), UNEVEN, "scale: [23] = N times that of one process"),
-    "local statistics": (lambda: _barlow(torch.clone), EVEN, "a and b: .* it is the forward that differs"),
+    "local statistics": (partial(program, of_statistics, redundancy, alone), EVEN, "it is the forward that differs"),
     "mean of means": (lambda: (mean, mean, rows, {}), UNEVEN, "right if ranks are weighted by their rows of x"),
     "equal blocks": (lambda: clip(dc.all_gather), UNEVEN, "right if all ranks have equally many rows, wrong if not"),
     "not finite": (_nan_on_empty, EMPTY, "not finite"),
@@ -156,6 +139,6 @@ PLANTED = {
 #: Right code, which must not be flagged.
 RIGHT = {
     "clip": lambda: clip(right_gather),
-    "barlow": lambda: _barlow(dc.all_reduce),
+    "redundancy": partial(program, of_statistics, redundancy, dc.all_reduce),
     "sum of rows": lambda: _sum_of_rows(dc.all_reduce),
 }

@@ -203,8 +203,18 @@ def attention(q, k, v):
     return scores(q, k, rows, rows).softmax(1) @ v
 
 
-def ring(bug, length, n, positions, placement, *names):
-    """Attention over a sequence that the ranks have in parts, at these positions; keys and values go around."""
+def zigzag(whole, rank, n):
+    """The first and the last of what is left, so that all ranks have as much to do."""
+    blocks = whole.chunk(2 * n)
+    return torch.cat([blocks[rank], blocks[-1 - rank]])
+
+
+def context(bug, length=12, n=3):
+    """Attention over a sequence that the ranks have in parts; keys and values go around."""
+
+    def positions(rank):
+        every = torch.arange(length)
+        return every.chunk(n)[rank] if bug == "contiguous" else zigzag(every, rank, n)
 
     def distributed(q, k, v):
         rank, found, values = dc.get_rank(), [], []
@@ -217,27 +227,11 @@ def ring(bug, length, n, positions, placement, *names):
             k, v = (k if bug == "stale keys" else dc.shift(k)), dc.shift(v)
         return torch.cat(found, 1).softmax(1) @ torch.cat(values)
 
-    more = {"ranks": {"cp": n}, "placements": dict.fromkeys(names, placement)}
-    return distributed, attention, tuple(numbers(3, length, 4)), more
+    def placement(whole, at):
+        return zigzag(whole, at["cp"], n)
 
-
-def context(bug):
-    return ring(bug, 6, 3, lambda rank: torch.arange(2) + 2 * rank, {"cp": Shard(0)}, *"qkv")
-
-
-def zigzag(whole, at):
-    """The first and the last of what is left, so that all ranks have as much to do."""
-    blocks = whole.chunk(2 * at.mesh["cp"])
-    return torch.cat([blocks[at["cp"]], blocks[-1 - at["cp"]]])
-
-
-def zigzag_context(bug):
-    def positions(rank):
-        if bug == "contiguous":
-            return torch.arange(4) + 4 * rank
-        return torch.cat([torch.arange(2) + 2 * rank, torch.arange(2) + 2 * (2 * dc.get_world_size() - 1 - rank)])
-
-    return ring(bug, 8, 2, positions, zigzag if bug != "not said" else {"cp": Shard(0)}, *"qkv", "output")
+    placements = dict.fromkeys((*"qkv", "output"), {"cp": Shard(0)} if bug == "not said" else placement)
+    return distributed, attention, tuple(numbers(3, length, 4)), {"ranks": {"cp": n}, "placements": placements}
 
 
 def ulysses(bug):
@@ -428,8 +422,7 @@ PROGRAMS = {
         "logits counted N times": "value: larger by log 3, the logarithm of the size of tp",
     },
     sequence: {"norm": "norm.weight and norm.bias: right after a sum over tp", "bias": "", "slice": ""},
-    context: dict.fromkeys(("stale keys", "wrong mask", "wrong offset"), ""),
-    zigzag_context: dict.fromkeys(("contiguous", "not said"), ""),
+    context: dict.fromkeys(("stale keys", "wrong mask", "wrong offset", "contiguous", "not said"), ""),
     ulysses: dict.fromkeys(("wrong head", "order", "no gradient"), ""),
     tokens: {
         "local counts": "right if ranks are weighted by their ones of mask",

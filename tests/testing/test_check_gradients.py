@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 from verdicts import SIMULATED, is_right, is_wrong, numbers, observed, per_rank, ruled
 
 import diffcoll as dc
-from diffcoll.testing import cases, check_gradients
+from diffcoll.testing import cases, check_gradients, simulate
 
 N = 3
 X = numbers(8, 2)
@@ -28,6 +28,26 @@ def test_the_gradients_of_every_collective(case):
         return (case.call(x, r).sin() * (r + 1)).sum().abs()
 
     is_right(fn, [case.x(r, 5) for r in range(N)], range(N))
+
+
+#: A backward of the sum, and what `verify` measures wrong then.
+SEEN = {
+    "right if all ranks have the same loss": (lambda g: N * g, {"gradient", "second"}),
+    "right once": (lambda g: dc.all_reduce(g.detach()), {"second"}),
+}
+
+
+@pytest.mark.parametrize(("rule", "wrong"), SEEN.values(), ids=SEEN)
+def test_the_program_of_verify_sees_what_is_wrong(rule, wrong):
+    case = cases.table(N)[0]
+    expected = cases.in_truth(case, 0)
+
+    def body(r):
+        (found,) = cases.derivatives([(case, r)], lambda xs: [ruled(dc.all_reduce, rule)(x) for x in xs], 0)
+        return cases.errors(found, expected, r)
+
+    for errors in simulate(body, range(N)):
+        assert {name for name, error in errors.items() if error > 1e-6} == wrong
 
 
 # ── functions ────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,7 @@
-"""`spawn` and `Ranks`: what goes to the processes and comes back, how ranks fail, and how they end."""
+"""`spawn` and `Ranks`: what goes to the processes and comes back, how ranks fail, and how they end.
+
+What `simulate` does, too, is in test_simulate.py.
+"""
 
 import contextlib
 import ctypes
@@ -36,17 +39,6 @@ def failed(fn, n=N, **more):
 
 
 # ── what goes to the ranks, and comes back ───────────────────────────────────────────────────────────────
-
-
-def test_called_like_map_with_groups_and_variables_of_a_launcher():
-    def body(r, word):
-        names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-        assert [int(os.environ[name]) for name in names] == [r, r, N, N] and os.environ["MASTER_ADDR"]
-        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (r, N, "gloo")
-        assert torch.get_num_threads() == 1
-        return word, dc.all_reduce(torch.tensor(r)).item(), os.getcwd()
-
-    assert spawn(body, range(N), "abc") == [(word, 3, os.getcwd()) for word in "abc"]
 
 
 def test_a_timeout_that_is_none():

@@ -38,6 +38,16 @@ def numbers(r, *shape, of=3):
     return torch.randint(-of, of + 1, shape, generator=torch.Generator().manual_seed(17 + r)).double()
 
 
+def empty(*shape):
+    return torch.empty(shape).double()
+
+
+def done(call, y, *arguments, **more):
+    """Return y after a call that writes to it."""
+    call(y, *arguments, **more)
+    return y
+
+
 # ── programs, of their rank ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -59,62 +69,84 @@ def queries(r):
 
 
 def reductions(r):
-    found = []
     ops = dist.ReduceOp
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
-        for op in (ops.SUM, ops.PRODUCT, ops.MIN, ops.MAX):
-            x = numbers(r, 2, 3).abs().to(dtype)
-            dist.all_reduce(x, op)
-            found.append(x)
-    for op in (ops.BAND, ops.BOR, ops.BXOR):
-        x = numbers(r, 5, of=9).long()
-        found.append((dist.all_reduce(x, op), x)[1])
-    mean, z = numbers(r, 3), torch.complex(numbers(r, 3), numbers(r + 9, 3))
-    dist.all_reduce(mean, ops.AVG)
-    dist.all_reduce(z)
-    leaf = numbers(r, 2).requires_grad_()
-    dist.all_reduce(leaf)  # in place, without a trace in the graph
-    y = leaf * 2
-    dist.all_reduce(y)
+    found = [
+        done(dist.all_reduce, numbers(r, 2, 3).abs().to(dtype), op)
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+        for op in (ops.SUM, ops.PRODUCT, ops.MIN, ops.MAX)
+    ]
+    found += [done(dist.all_reduce, numbers(r, 5, of=9).long(), op) for op in (ops.BAND, ops.BOR, ops.BXOR)]
+    found.append(done(dist.all_reduce, numbers(r, 3), ops.AVG))
+    found.append(torch.view_as_real(done(dist.all_reduce, torch.complex(numbers(r, 3), numbers(r + 9, 3)))))
+    leaf = done(dist.all_reduce, numbers(r, 2).requires_grad_())  # in place, without a trace in the graph
+    y = done(dist.all_reduce, leaf * 2)
     ((r + 1) * y.sum()).backward()
-    return [*found, mean, torch.view_as_real(z), leaf, y, leaf.grad]
+    return [*found, leaf, y, leaf.grad]
 
 
 def gathers(r):
-    n = dist.get_world_size()
-    x = numbers(r, 2, 3)
-    separate = [torch.empty(2, 3).double() for _ in range(n)]
-    imported_all_gather(separate, x)
-    table = torch.full((3, 2, n), -1.0).double()
-    dist.all_gather([table[:, :, s].t() for s in range(n)], x)  # outputs that are not contiguous
-    below = torch.empty(2 * n, 3).double()
-    dist.all_gather_into_tensor(below, x)
-    return [*separate, table, below]
+    """Of blocks that are 0-d, empty or not contiguous, and in place."""
+    n, x, transposed = dist.get_world_size(), numbers(r, 2, 3), numbers(r, 3, 2).t()
+    found = [
+        done(imported_all_gather, [torch.empty_like(block) for _ in range(n)], block)
+        for block in (numbers(r), numbers(r, 0, 2), x)
+    ]
+    table, own = torch.full((3, 2, n), -1.0).double(), torch.zeros(2 * n)
+    dist.all_gather([table[:, :, s].t() for s in range(n)], x)
+    own[2 * r : 2 * r + 2] = numbers(r, 2)
+    dist.all_gather_into_tensor(own, own[2 * r : 2 * r + 2])
+    found += [done(dist.all_gather_into_tensor, empty(2 * n, 3), block) for block in (x, transposed)]
+    found.append(done(dist.all_gather_into_tensor, empty(3, 2 * n).t(), transposed))
+    return [*found, table, own]
 
 
 def rooted(r):
     n = dist.get_world_size()
     last = n - 1
-    x, total = numbers(r, 3), numbers(r, 3)
-    dist.broadcast(x, src=last)
-    dist.reduce(total, dst=last, op=dist.ReduceOp.MAX)
-    rows = [torch.empty(2).double() for _ in range(n)] if r == last else None
+    total = done(dist.reduce, numbers(r, 3), dst=last, op=dist.ReduceOp.MAX)
+    rows = [empty(2) for _ in range(n)] if r == last else None
     dist.gather(numbers(r, 2), rows, dst=last)
-    part = torch.empty(2).double()
-    dist.scatter(part, [numbers(r + s, 2) for s in range(n)] if r == last else None, src=last)
-    return [x, total if r == last else None, rows, part]
+    given = [numbers(r + s, 2) for s in range(n)] if r == last else None
+    part = done(dist.scatter, empty(2), given, src=last)
+    return [done(dist.broadcast, numbers(r, 3), src=last), total if r == last else None, rows, part]
+
+
+def scattered_reductions(r):
+    n, ops = dist.get_world_size(), dist.ReduceOp
+    return [
+        done(dist.reduce_scatter_tensor, empty(2, 3), numbers(r, 2 * n, 3)),
+        done(dist.reduce_scatter_tensor, empty(2), numbers(r, 2 * n), ops.AVG),
+        done(dist.reduce_scatter_tensor, empty(2), numbers(r, 2 * n), ops.PRODUCT),
+        done(dist.reduce_scatter, empty(r + 1), [numbers(r + s, s + 1) for s in range(n)]),
+        done(dist.reduce_scatter, empty(2), [numbers(r + s, 2) for s in range(n)], ops.MAX),
+    ]
 
 
 def exchanges(r):
     n = dist.get_world_size()
     sizes = [(r + 2 * s) % 3 for s in range(n)]  # to each rank, some of them zero
     theirs = [(s + 2 * r) % 3 for s in range(n)]
-    uneven = torch.empty(sum(theirs), 2).double()
-    dist.all_to_all_single(uneven, numbers(r, sum(sizes), 2), theirs, sizes)
-    even = torch.empty(2 * n).double()
-    work = dist.all_to_all_single(even, numbers(r, 2 * n), async_op=True)
-    work.wait()
-    return [uneven, even]
+    found = [
+        done(dist.all_to_all_single, empty(sum(theirs), 2), numbers(r, sum(sizes), 2), theirs, sizes),
+        done(dist.all_to_all_single, empty(2 * n), numbers(r, 2 * n)),
+    ]
+    if RELEASE >= (2, 12):  # whose gloo can
+        found.append(done(dist.all_to_all, [empty(2, 2) for _ in range(n)], [numbers(r + s, 2, 2) for s in range(n)]))
+    return found
+
+
+def dtypes(r):
+    """Of what is moved."""
+    n, found = dist.get_world_size(), []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64):
+        x = numbers(r, 2).abs().to(dtype)
+        row = done(dist.all_gather_into_tensor, torch.empty(2 * n, dtype=dtype), x)
+        found += [
+            row,
+            done(dist.all_to_all_single, torch.empty_like(row), row * (r + 1)),
+            done(dist.broadcast, x, n - 1),
+        ]
+    return found
 
 
 def asynchronous(r):
@@ -126,9 +158,22 @@ def asynchronous(r):
     twice, several = numbers(r, 3), numbers(r, 4)
     for tensors in ([twice, twice], [several[:3], several[1:]]):
         dist.group.WORLD.allreduce_coalesced(tensors).wait()
-    found = torch.stack([twice, several[:3], several[1:]])
     future = dist.all_reduce(numbers(r, 1), async_op=True).get_future()
-    return [a, b, found, future.wait()]
+    return [a, b, twice, several, future.wait()]
+
+
+def coalesced(r):
+    n, group = dist.get_world_size(), dist.group.WORLD
+    totals, rows = [numbers(r, 3), numbers(r + 1, 2)], [empty(2 * n), empty(n)]
+    with c10d._coalescing_manager(group):
+        for x in totals:
+            dist.all_reduce(x)
+    with c10d._coalescing_manager(group):
+        for row in rows:
+            dist.all_gather_into_tensor(row, numbers(r, row.numel() // n))
+    gathered = fc.all_gather_into_tensor_coalesced([numbers(r, 2), numbers(r, 1)], group)
+    scattered = fc.reduce_scatter_tensor_coalesced([numbers(r, 2 * n), numbers(r, n)], "sum", [0, 0], group)
+    return [totals, rows, [y + 0 for y in gathered + scattered]]
 
 
 def messages(r):
@@ -137,28 +182,19 @@ def messages(r):
         dist.recv(got, src=r - 1)
     if r < n - 1:
         dist.send(got + numbers(r, 2), dst=r + 1)
-    tagged = []
-    if r == 0 and n > 1:
-        works = [dist.isend(torch.tensor([10.0 * tag]), 1, tag=tag) for tag in (1, 2)]
-        [work.wait() for work in works]
-    elif r == 1:
-        tagged = [torch.empty(1) for _ in range(2)]
-        works = [dist.irecv(x, 0, tag=tag) for x, tag in zip(tagged, (2, 1), strict=True)]
-        [work.wait() for work in works]
     if r > 0:
         dist.send(numbers(r, 1), 0, tag=5)
-        works = [dist.isend(torch.tensor([float(r)]), 0, tag=tag) for tag in (6, 7)]
+        works = [dist.isend(torch.tensor([float(r * tag)]), 0, tag=tag) for tag in (6, 7)]
         dist.barrier()
         [work.wait() for work in works]
-        return [got, tagged]
-    received = [torch.empty(1).double() for _ in range(n - 1)]
-    sources = [dist.recv(x, tag=5) for x in received]
+        return got
+    received = [(dist.recv(x := empty(1), tag=5), x) for _ in range(1, n)]
     dist.barrier()
     of_ranks = torch.empty(2, n - 1, 1)
     for s in range(1, n):  # in either order
         dist.recv(of_ranks[0, s - 1], s, tag=6)
-        dist.recv(of_ranks[1, n - 1 - s], n - s, tag=7)
-    return [got, [x for _, x in sorted(zip(sources, received, strict=True))], sorted(sources), of_ranks]
+        dist.irecv(of_ranks[1, n - 1 - s], n - s, tag=7).wait()
+    return [got, sorted(received), of_ranks]
 
 
 def ring(r):
@@ -181,51 +217,6 @@ def ring(r):
     return [] if n == 1 else gradient_of(ruled(exchange, lambda g: exchange(g.contiguous())), r, 2, 3)
 
 
-def shapes(r):
-    """Blocks that are 0-d, empty, uneven or not contiguous."""
-    n = dist.get_world_size()
-    gathered = [[torch.empty(shape).double() for _ in range(n)] for shape in ((), (0, 2), (2, 3))]
-    for rows in gathered:
-        dist.all_gather(rows, numbers(r, *rows[0].shape))
-    below = torch.empty(3, 2 * n).double().t()
-    dist.all_gather_into_tensor(below, numbers(r, 3, 2).t())
-    part, mean, uneven = (torch.empty(shape).double() for shape in ((2, 3), (2,), (r + 1,)))
-    dist.reduce_scatter_tensor(part, numbers(r, 2 * n, 3))
-    dist.reduce_scatter_tensor(mean, numbers(r, 2 * n), dist.ReduceOp.AVG)
-    dist.reduce_scatter(uneven, [numbers(r + s, s + 1) for s in range(n)])
-    exchanged = [torch.zeros(2, 2).double() for s in range(n)]
-    if RELEASE >= (2, 12):  # whose gloo can
-        dist.all_to_all(exchanged, [numbers(r + s, 2, 2) for s in range(n)])
-    return [gathered, below, part, mean, uneven, exchanged]
-
-
-def coalesced(r):
-    n, group = dist.get_world_size(), dist.group.WORLD
-    totals, rows = [numbers(r, 3), numbers(r + 1, 2)], [torch.empty(2 * n).double(), torch.empty(n).double()]
-    with c10d._coalescing_manager(group):
-        for x in totals:
-            dist.all_reduce(x)
-    with c10d._coalescing_manager(group):
-        for row in rows:
-            dist.all_gather_into_tensor(row, numbers(r, row.numel() // n))
-    gathered = fc.all_gather_into_tensor_coalesced([numbers(r, 2), numbers(r, 1)], group)
-    scattered = fc.reduce_scatter_tensor_coalesced([numbers(r, 2 * n), numbers(r, n)], "sum", [0, 0], group)
-    return [totals, rows, [y + 0 for y in gathered + scattered]]
-
-
-def dtypes(r):
-    """Of what is moved."""
-    n, found = dist.get_world_size(), []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64):
-        x, row = numbers(r, 2).abs().to(dtype), torch.empty(2 * n, dtype=dtype)
-        dist.all_gather_into_tensor(row, x)
-        swapped = torch.empty_like(row)
-        dist.all_to_all_single(swapped, row * (r + 1))
-        dist.broadcast(x, n - 1)
-        found += [x, row, swapped]
-    return found
-
-
 def objects(r):
     n = dist.get_world_size()
     everyone, here, gathered, part = [None] * n, [{"r": r}, r], [None] * n if r == 0 else None, [None]
@@ -241,23 +232,18 @@ def subgroups(r):
     ends = dist.new_group(sorted({0, n - 1}))
     local, _ = dist.new_subgroups(1)
     one = dist.new_group([r], use_local_synchronization=True)
-    x, y, z = numbers(r, 2), numbers(r, 2), numbers(r, 2)
-    if r in (0, n - 1):
-        dist.all_reduce(x, group=ends)
-        dist.broadcast(x, src=n - 1, group=ends)
-    dist.all_reduce(y, group=local)
-    dist.all_reduce(z, group=one)
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("data",))
-    w = numbers(r, 2)
-    dist.all_reduce(w, group=mesh["data"].get_group())
+    line = init_device_mesh("cpu", (n,), mesh_dim_names=("data",))
     table = init_device_mesh("cpu", (1, n), mesh_dim_names=("model", "data"))
-    v = numbers(r, 2)
-    dist.all_reduce(v, group=table.get_group("data"))
+    groups = [local, one, line["data"].get_group(), table.get_group("data")]
+    found = [done(dist.all_reduce, numbers(r, 2), group=group) for group in groups]
+    if r in (0, n - 1):
+        x = done(dist.all_reduce, numbers(r, 2), group=ends)
+        found.append(done(dist.broadcast, x * (r + 1), src=n - 1, group=ends))
     dist.barrier()
     dist.barrier(group=local)
     dist.monitored_barrier()
     dist.destroy_process_group(one)
-    return [x, y, z, w, v, mesh.get_local_rank(), table.get_coordinate(), dist.get_rank(local)]
+    return [found, line.get_local_rank(), table.get_coordinate(), dist.get_rank(local)]
 
 
 def gradient_of(f, r, *shape):
@@ -289,6 +275,7 @@ def functional(r):
         fc.all_reduce(fc.all_reduce(numbers(r, 3), "max", group), "sum", list(range(n))) + 0,
         [y + 0 for y in fc.all_reduce_coalesced([numbers(r, 3), numbers(r + 1, 2)], "sum", group)],
         fc.broadcast(numbers(r, 2), n - 1, group) + 0,
+        fc.reduce_scatter_tensor(numbers(r, 2 * n), "avg", 0, group) + 0,
         gradient_of(lambda x: fc.all_gather_tensor_autograd(x, 0, group), r, 2, 3),
         gradient_of(lambda x: fc.all_to_all_single_autograd(x, [2] * n, [2] * n, group), r, 2 * n),
     ]
@@ -322,8 +309,8 @@ def with_diffcoll(r):
     return [y.detach(), x.grad, dc.get_rank(dist.group.WORLD), dc.get_world_size(mesh), z]
 
 
-PROGRAMS = [queries, reductions, gathers, rooted, exchanges, asynchronous, messages, ring, objects, subgroups]
-PROGRAMS += [layers, functional, parallel, with_diffcoll, shapes, coalesced, dtypes]
+PROGRAMS = [queries, reductions, gathers, rooted, scattered_reductions, exchanges, dtypes, asynchronous, coalesced]
+PROGRAMS += [messages, ring, objects, subgroups, layers, functional, parallel, with_diffcoll]
 
 
 @cache
@@ -339,32 +326,15 @@ def test_same_as_gloo(program, n):
     assert as_lists(found) == as_lists(expected)
 
 
-# ── what gloo does not have ──────────────────────────────────────────────────────────────────────────────
+def test_what_nccl_has():
+    """Means of integers, which are truncated, blocks of other sizes, and a new dimension."""
 
-
-def test_what_backends_other_than_gloo_have():
     def body(r):
-        ops, n = dist.ReduceOp, 3
-        dist.all_reduce(odd := torch.tensor([-r, r + 2]), ops.AVG)
-        assert odd.tolist() == [-1, 3]  # the last is truncated
-        uneven = [torch.empty(s) for s in range(n)]
-        dist.all_gather(uneven, torch.full((r,), float(r)))
-        assert [x.tolist() for x in uneven] == [[], [1], [2, 2]]
-        stacked = torch.empty(n, 2)
-        dist.all_gather_into_tensor(stacked, torch.tensor([r, -r]).float())
-        assert stacked.tolist() == [[0, 0], [1, -1], [2, -2]]
-        total, part = torch.empty(2), torch.empty(1)
-        dist.reduce_scatter(total, [torch.full((2,), float(r + s)) for s in range(n)], ops.MAX)
-        dist.reduce_scatter_tensor(part, torch.arange(3.0) * (r + 1), ops.PRODUCT)
-        assert (total.tolist(), part.tolist()) == ([2 + r] * 2, [6 * r**3])
-        shares = fc.reduce_scatter_tensor(torch.arange(6.0) * (r + 1), "avg", 0, dist.group.WORLD)
-        assert shares.tolist() == [4 * r, 4 * r + 2]
-        table = torch.zeros(6)
-        table[2 * r : 2 * r + 2] = torch.arange(6.0)[2 * r : 2 * r + 2]
-        dist.all_gather_into_tensor(table, table[2 * r : 2 * r + 2])  # in place
-        assert table.tolist() == list(range(6))
+        mean = done(dist.all_reduce, torch.tensor([-r, r + 2]), dist.ReduceOp.AVG)
+        uneven = done(dist.all_gather, [empty(s) for s in range(3)], torch.full((r,), float(r)).double())
+        return as_lists([mean, *uneven, done(dist.all_gather_into_tensor, empty(3, 1), torch.ones(1).double() * r)])
 
-    simulate(body, range(3))
+    assert simulate(body, range(3)) == [[[-1, 3], [], [1], [2, 2], [[0], [1], [2]]]] * 3
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -379,6 +349,15 @@ def ones(n):
 def both_send(r):  # gloo and NCCL do not buffer either: this hangs there
     dist.send(ones(1), 1 - r)
     dist.recv(ones(1), 1 - r)
+
+
+def groups_in_another_order(call):
+    def body(r):
+        groups = dist.group.WORLD, new_group([0, 1])
+        for group in groups[:: 1 if r else -1]:
+            call(ones(1), group=group)
+
+    return body
 
 
 def message(send, receive):
@@ -397,6 +376,8 @@ MISMATCHES = {
     "dtype": lambda r: dist.all_reduce(ones(1) if r else ones(1).long()),
     "one rank's own": lambda r: dist.reduce_scatter_tensor(ones(1), ones(2).double()),
     "coalesced": lambda r: dist.group.WORLD.allreduce_coalesced([ones(1) for _ in range(r + 1)]).wait(),
+    "groups": groups_in_another_order(dist.all_reduce),
+    "groups, diffcoll": groups_in_another_order(dc.all_reduce),
     "both send": both_send,
     "nobody sends": lambda r: dist.recv(ones(1)),
     "tags": lambda r: dist.send(ones(1), 0, tag=3) if r else dist.recv(ones(1), 1, tag=2),
@@ -406,8 +387,9 @@ MISMATCHES = {
 #: Where only rank 0 waits.
 ALONE = {
     "a rank has ended": lambda r: r or dist.barrier(),
+    "a rank has ended, diffcoll": lambda r: r or dc.all_gather(ones(2)),
     "nobody is left to send": lambda r: r or dist.recv(ones(1), 1),
-    "groups": lambda r: r or dist.new_group([0, 1]),
+    "a new group": lambda r: r or dist.new_group([0, 1]),
 }
 
 
@@ -441,7 +423,7 @@ def test_wrong_arguments(name):
 
 
 def test_functions_compiled_before_run_uncompiled():
-    """Graphs have no guard for the default group. On one thread, since the number of threads is guarded."""
+    """Graphs have no guard for the default group."""
 
     @torch.compile(backend="eager")
     def total(x):
@@ -449,15 +431,10 @@ def test_functions_compiled_before_run_uncompiled():
             dist.all_reduce(x)
         return x * 1
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert total(ones(1)) == 1
-        assert simulate(lambda r: total(torch.tensor([r + 1.0])).item(), range(2)) == [3, 3]
-        assert total(ones(1)) == 1
-        assert torch._dynamo.eval_frame._stance.stance == "default"
-    finally:
-        torch.set_num_threads(threads)
+    assert total(ones(1)) == 1
+    assert simulate(lambda r: total(torch.tensor([r + 1.0])).item(), range(2)) == [3, 3]
+    assert total(ones(1)) == 1
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -477,38 +454,17 @@ def test_compilers_are_refused(fullgraph, monkeypatch):
     )
 
 
-def test_an_error_of_one_rank_in_the_middle_of_ddp():
-    def body(r):
-        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-        if r == 1:
-            raise KeyError("mine")
-        model(torch.ones(1, 2)).sum().backward()
-
-    fails(KeyError, "mine", body)
-
-
-def test_works_that_outlive_their_ranks():
-    works = []
-
-    def body(r):
-        works.append(dist.irecv(ones(1), 1 - r))
-
-    simulate(body, range(2))
-    for work in works:
-        with pytest.raises(RuntimeError):
-            work.wait()
-
-
 # ── groups and meshes that ranks share, as through globals ───────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("default", [False, True])
 @pytest.mark.parametrize("call", [dist.all_reduce, dc.all_reduce], ids=["torch", "diffcoll"])
 def test_a_group_of_another_rank(call, default):
-    """Raises, also after its ranks have ended."""
+    """Raises, also after its ranks have ended, and so does a communication that they have not waited for."""
     kept = {}
 
     def body(r):
+        kept["work"] = dist.irecv(ones(1), 1 - r)
         kept.setdefault("group", dist.group.WORLD if default else dist.new_group([r]))
         dist.barrier()
         call(ones(1), group=kept["group"])
@@ -516,8 +472,9 @@ def test_a_group_of_another_rank(call, default):
     with pytest.raises((RuntimeError, ValueError)) as raised:
         simulate(body, range(2))
     assert not isinstance(raised.value, dc.CollectiveMismatchError)  # a rank has been refused, none waits
-    with pytest.raises(RuntimeError):
-        kept["group"].barrier()
+    for later in (kept["group"].barrier, kept["work"].wait):
+        with pytest.raises(RuntimeError):
+            later()
 
 
 #: Questions to a mesh of the first of four ranks, and how many get an error, in its simulation and in a later one.

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 
+import field
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,11 +46,6 @@ ON = ["simulated", pytest.param("gloo", marks=pytest.mark.slow)]
 def layer(*shape, kind=nn.Linear):
     torch.manual_seed(0)
     return kind(*shape, dtype=torch.double)
-
-
-def count(x):
-    """The number of rows of all ranks."""
-    return dc.all_reduce(torch.tensor(float(len(x)), dtype=torch.double))
 
 
 def squares(module, x):
@@ -92,7 +88,7 @@ def normalized(update, **more):
     """Batch norm of all rows, with a rule for its running variance."""
 
     def distributed(norm, x):
-        n = count(x)
+        _, n = field.rows_of_all(x)
         mean = dc.all_reduce(x.sum(0)) / n
         variance = dc.all_reduce(((x - mean) ** 2).sum(0)) / n
         with torch.no_grad():
@@ -178,7 +174,7 @@ def averages_of_weights():
 
     def update(module, x):
         with torch.no_grad():
-            mean = dc.all_reduce(x.sum(0)) / count(x)
+            mean = dc.all_reduce(x.sum(0)) / field.rows_of_all(x)[1]
             module.running_mean.lerp_(mean, 0.1)
 
     return update, update, rows, {"module": nn.BatchNorm1d(3).double()}
@@ -198,10 +194,15 @@ RIGHT = {
     "zero but for rounding": lambda: summed(torch.sum, lambda x: x.mean(0).sum() * 8, rows(8) - rows(8).mean(0)),
     "in single precision, with a tolerance": lambda: in_single_precision(tolerance=1e-5),
     "somebody sums later": partial(sequence, "said to be partial"),
+    **{
+        name: with_more(make, ranks=[EVEN, (2, 2, 2)] if "torch.distributed.nn" in name else [(5, 3), (0, 2, 4, 2)])
+        for name, make in field.RIGHT.items()
+    },
     **{make.__name__: partial(make, "") for make in PROGRAMS},
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.distributed.nn:FutureWarning")
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_right(name, on):
@@ -212,7 +213,7 @@ def test_a_right_program_is_right(name, on):
 
 
 def a_wrong_count(of_rank):
-    return summed(lambda x: ((x**2).sum(), of_rank(x, int(count(x)))), lambda x: ((x**2).sum(), len(x)))
+    return summed(lambda x: ((x**2).sum(), of_rank(x, field.rows_of_all(x)[1])), lambda x: ((x**2).sum(), len(x)))
 
 
 class Numbers(nn.Module):
@@ -317,6 +318,7 @@ WRONG = {
         lambda: summed(lambda x: value(x) * max(dc.get_world_size() - 1, 1), ranks=[EVEN, (4, 4, 4)]),
         "right on up to 2 ranks, wrong on 3",
     ),
+    **{name: (with_more(make, ranks=EVEN), "") for name, make in field.WRONG.items()},
     **{
         f"{name}, {n} ranks": (with_more(make, ranks=ranks[n]), words)
         for name, (make, ranks, words) in PLANTED.items()
