@@ -119,21 +119,6 @@ def test_every_nest_of_every_reduction(n, outermost):
     check(pairs, n, rules)
 
 
-def test_values_by_hand():
-    """d²/dx² of (sin x)(sin 2x), on two ranks, and of x² on one."""
-
-    def second(f):
-        return torch.func.jacfwd(torch.func.jacfwd(f))(x)
-
-    def body(r):
-        return second(lambda x: dc.all_reduce(((r + 1) * x).sin(), "product"))
-
-    x = torch.tensor(0.7, dtype=torch.float64)
-    expected = -5 * x.sin() * (2 * x).sin() + 4 * x.cos() * (2 * x).cos()
-    torch.testing.assert_close(rules(body, range(2)), [expected] * 2)
-    assert second(lambda x: dc.all_reduce(x.square(), "product")) == 2
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_forward_ad_around_transforms_and_backward(op):
     """The tangent of a gradient, by torch.func within a level, and by a graph from before the level."""

@@ -8,8 +8,8 @@ import nests
 import torch
 from torch import Tensor
 
-#: Gradients to second order, forward mode over vmap, and vmap over a gradient.
-NESTS = [("grad", "grad"), ("jvp", "vmap"), ("vmap", "grad")]
+#: Values, gradients to second order, forward mode over vmap, and vmap over a gradient.
+NESTS = [(), ("grad", "grad"), ("jvp", "vmap"), ("vmap", "grad")]
 
 
 def check(

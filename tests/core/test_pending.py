@@ -32,26 +32,9 @@ CALLS = {
 }
 
 
-def x_of(r, rows):
-    return torch.linspace(r, 1, rows * 2, dtype=torch.float64).view(rows, 2)
-
-
-@pytest.mark.parametrize("rows", [4, 40_000])
-@runs_on("gloo", "mpi")
-def test_several_at_once_awaited_in_any_order(run, rows):
-    """Each rank waits in a different order."""
-
-    def body(r):
-        x = x_of(r, rows).requires_grad_()
-        pending = {name: call(x, async_op=True) for name, call in CALLS.items()}
-        names = list(CALLS)[5 * r :] + list(CALLS)[: 5 * r]
-        got = {name: pending[name].wait() for name in names}
-        for name, call in CALLS.items():
-            torch.testing.assert_close(got[name], call(x), rtol=0, atol=0)
-            assert pending[name].wait() is got[name]
-        return True
-
-    assert run(body, range(2)) == [True] * 2
+def x_of(r):
+    """Large enough to be in flight for a while."""
+    return torch.linspace(r, 1, 80_000, dtype=torch.float64).view(-1, 2)
 
 
 def test_backward_overlaps_with_computation():
@@ -125,19 +108,22 @@ def test_an_error_of_what_was_given_up_is_not_that_of_the_next_call(run):
 
 
 def changing_x(r):
-    """Return the collectives that are wrong if x is modified after the start, on rank 0 before rank 1 starts."""
-    wrong = []
+    """Return the collectives that are wrong if x is modified after the start, on rank 0 before rank 1 starts.
+
+    All of them are in flight at once, and each rank waits in a different order.
+    """
+    right, pending, wrong = {}, {}, []
     for name, call in CALLS.items():
-        x = x_of(r, 40_000)  # large enough to be in flight for a while
-        right = call(x.clone())
+        x = x_of(r)
+        right[name] = call(x.clone())
         if r:
             time.sleep(0.02)
-        pending = call(x, async_op=True)
+        pending[name] = call(x, async_op=True)
         x.fill_(7)
-        other = call(x, async_op=True)
-        if not torch.equal(pending.wait(), right):
+    for name in [*CALLS][5 * r :] + [*CALLS][: 5 * r]:
+        y = pending[name].wait()
+        if pending[name].wait() is not y or not torch.equal(y, right[name]):
             wrong.append(name)
-        other.wait()
     return wrong
 
 
@@ -151,7 +137,7 @@ def changing_the_gradient(r):
     for name, call in CALLS.items():
         found = []
         for hooked in (False, True):
-            x = x_of(r, 40_000).requires_grad_()
+            x = x_of(r).requires_grad_()
             pending = call(x, async_op=True)
             b = torch.zeros_like(call(x.detach()), requires_grad=True)
             between = b.view_as(b)
