@@ -16,6 +16,7 @@ from functools import reduce as fold
 from math import prod
 from typing import Any
 
+import properties
 import torch
 import torch.distributed as dist
 from runs import new_group
@@ -71,16 +72,8 @@ def strides_of_zero(tensors: list[Tensor]) -> list[Tensor]:
     return [t.as_strided(t.shape, k) for t, k in zip(apart(tensors), strides, strict=True)]
 
 
-def strided(x: Tensor) -> Tensor:
-    return torch.stack([x, torch.full_like(x, BEFORE)], -1)[..., 0]
-
-
-def transposed(x: Tensor) -> Tensor:
-    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else strided(x)
-
-
 PLACES = [apart, together, backwards, strides_of_zero]
-LAYOUTS = [torch.clone, strided, transposed]
+LAYOUTS = [torch.clone, properties.LAYOUTS["strided"], properties.LAYOUTS["transposed"]]
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────
