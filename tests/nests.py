@@ -77,9 +77,10 @@ def check(
 
     found = run(body, range(len(xs)), xs)
     for i, nest in enumerate(nests):
-        for r, right in enumerate(by_definition(nest, of_all, shared)([*xs])):
-            text = f"rank {r}, {' of '.join(nest)} {what}"
-            torch.testing.assert_close(found[r][i], right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
+        defined = by_definition(nest, of_all, shared)([*xs])
+        for r, (of_one, right) in enumerate(zip(found, defined, strict=True)):
+            text = f"rank {r}, {' of '.join(nest)}: {of_one[i]} for {right}\n{what}"
+            torch.testing.assert_close(of_one[i], right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
 
 
 # ── on one rank ──────────────────────────────────────────────────────────────────────────────────────────
