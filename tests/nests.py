@@ -7,7 +7,7 @@ Each transform is a function from f, x ↦ y, to a function of x alone; what els
                                               jacrev   Σ_i k_i (vjp for u_r = e_i on every rank)
 
 `by_transforms` runs them on one rank. `by_definition` computes the same for all ranks in one graph, by reverse mode
-alone: a tangent is the derivative of a gradient ⟨u, J t⟩ with respect to u.
+alone: a tangent is the derivative of a gradient ⟨u, J t⟩ with respect to u. `check` compares the two.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +23,8 @@ OfAll = Callable[[list[Tensor]], list[Tensor]]
 #: Every nest of depth 3, the outermost transform first.
 NAMES = ("grad", "jvp", "vjp", "jacfwd", "jacrev", "vmap")
 NESTS = list(product(NAMES, repeat=3))
+#: Values, gradients to second order, forward mode over vmap, and vmap over a gradient.
+SOME = [(), ("grad", "grad"), ("jvp", "vmap"), ("vmap", "grad")]
 SCALES = (0.7, -1.1)
 
 
@@ -56,6 +58,29 @@ def levels(nest: Sequence[str], shared: tuple[bool, bool]) -> list[tuple[str, Dr
         if name in ("grad", "vjp", "jacrev"):  # the result is like x
             shared = (shared[0], shared[0])
     return found
+
+
+def check(
+    run: Callable[..., list[list[Tensor]]],
+    nests: Sequence[Sequence[str]],
+    of_rank: Callable[[int], Of],
+    of_all: OfAll,
+    xs: Sequence[Tensor],
+    shared: tuple[bool, bool] = (False, False),
+    what: object = "",
+) -> None:
+    """Compare what each rank computes from its x with the function of all ranks' xs, in these nests."""
+
+    def body(r: int, x: Tensor) -> list[Tensor]:
+        f = of_rank(r)
+        return [by_transforms(nest, f, r, shared)(x) for nest in nests]
+
+    found = run(body, range(len(xs)), xs)
+    for i, nest in enumerate(nests):
+        defined = by_definition(nest, of_all, shared)([*xs])
+        for r, (of_one, right) in enumerate(zip(found, defined, strict=True)):
+            text = f"rank {r}, {' of '.join(nest)}: {of_one[i]} for {right}\n{what}"
+            torch.testing.assert_close(of_one[i], right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
 
 
 # ── on one rank ──────────────────────────────────────────────────────────────────────────────────────────

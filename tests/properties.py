@@ -99,13 +99,15 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
 
 
 def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
-    """Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩; for a replicated tensor the sum has one term."""
+    """Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩, one term for a replicated tensor; the adjoint of the adjoint is F."""
     if not is_linear(case):
         return
 
     def body(r: int) -> tuple[complex, complex]:
         x, f = _rule(case, r)
         fx = rules.apply(f, x)
+        assert torch.equal(rules.apply(f.adjoint.adjoint, x), fx), case
+        assert f.shared == case.shared == f.adjoint.shared[::-1], case
         y = case.w(fx, r, SEED)
         return _inner(fx, y), _inner(x, rules.apply(f.adjoint, y))
 
@@ -113,20 +115,6 @@ def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
     shared_x, shared_y = case.shared
     left, right = (left[0] if shared_y else sum(left)), (right[0] if shared_x else sum(right))
     assert abs(left - right) <= EXACT * max(1.0, abs(left)), f"{case}: {left} ≠ {right}"
-
-
-def the_adjoint_of_the_adjoint_is_the_map(case: Case) -> Generator[Body, list[Any], None]:
-    if not is_linear(case):
-        return
-
-    def body(r: int) -> tuple[Tensor, Tensor, tuple[bool, bool], tuple[bool, bool]]:
-        x, f = _rule(case, r)
-        back = f.adjoint.adjoint
-        return rules.apply(f, x), rules.apply(back, x), f.shared, f.adjoint.shared
-
-    for y, again, shared, adjoint_shared in (yield body):
-        assert torch.equal(y, again), case
-        assert shared == case.shared == adjoint_shared[::-1], case
 
 
 def the_jvp_is_that_of_truth(case: Case) -> Generator[Body, list[Any], None]:
@@ -151,40 +139,17 @@ def vmap_is_a_loop(case: Case) -> Generator[Body, list[Any], None]:
             _close([mapped], [loop], case)  # not bitwise: the order of summation may differ
 
 
-def transforms_nest(case: Case) -> Generator[Body, list[Any], None]:
-    """jacfwd(jacrev), and the gradient of a jvp, are second derivatives of the sum of all ranks' losses."""
-    if not _is_small(case):
-        return
-
-    def body(r: int) -> tuple[Tensor, Tensor, Tensor]:
-        x = case.x(r, SEED)
-        w = case.w(case.call(x, r), r, SEED)
-        v = case.v(x, r, SEED)
-
-        def loss(x: Tensor) -> Tensor:
-            return (w * case.call(x, r).sin()).sum()
-
-        hessian = torch.func.jacfwd(torch.func.jacrev(loss))(x)
-        by_jvp = torch.func.grad(lambda x: torch.func.jvp(loss, (x,), (v,))[1])(x)
-        along = torch.func.jvp(torch.func.grad(loss), (x,), (torch.ones_like(x),))[1]
-        return hessian.flatten(x.dim()).sum(-1), along, by_jvp
-
-    summed, along, by_jvp = zip(*(yield body), strict=True)
-    _close(summed, along, case)
-    _close(by_jvp, [m["second"] for m in cases.in_truth(case, SEED)], case)
-
-
 def _is_small(case: Case) -> bool:
     """Whether x is real, of the same shape on all ranks, and small enough for whole Jacobians."""
     return not case.dtype.is_complex and len(set(case.shapes)) == 1 and 0 < torch.Size(case.shapes[0]).numel() <= 12
 
 
 def every_transform_gives_the_gradients_of_truth(case: Case) -> Generator[Body, list[Any], None]:
-    """func.grad, vjp, jacrev, vmap(grad), functional.hvp, and both kinds of checkpoints."""
+    """Of torch.func and functional, and both kinds of checkpoints; to second order where they nest."""
     if not _is_small(case):
         return
 
-    def body(r: int) -> tuple[list[Tensor], list[Tensor]]:
+    def body(r: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         x = case.x(r, SEED)
         w = case.w(case.call(x, r), r, SEED)
         v = case.v(x, r, SEED)
@@ -200,36 +165,20 @@ def every_transform_gives_the_gradients_of_truth(case: Case) -> Generator[Body, 
         first = [torch.func.grad(loss)(x), torch.func.vjp(loss, x)[1](torch.ones((), dtype=x.dtype))[0]]
         first += [torch.func.jacrev(loss)(x), torch.func.vmap(torch.func.grad(loss))(torch.stack([x, x]))[1]]
         first += [checkpointed(True), checkpointed(False)]
-        return first, [torch.autograd.functional.hvp(loss, x, v)[1]]
+        second = [torch.autograd.functional.hvp(loss, x, v)[1]]
+        second += [torch.func.grad(lambda x: torch.func.jvp(loss, (x,), (v,))[1])(x)]
+        hessian = torch.func.jacfwd(torch.func.jacrev(loss))(x)
+        along = torch.func.jvp(torch.func.grad(loss), (x,), (torch.ones_like(x),))[1]
+        return first, second, [hessian.flatten(x.dim()).sum(-1), along]
 
-    got = yield body
+    first, second, of_ones = zip(*(yield body), strict=True)
     expected = cases.in_truth(case, SEED)
-    for i in range(len(got[0][0])):
-        _close([first[i] for first, _ in got], [m["gradient"] for m in expected], case)
-    _close([second[0] for _, second in got], [m["second"] for m in expected], case)
-
-
-def forward_mode_and_jacobians_agree(case: Case) -> Generator[Body, list[Any], None]:
-    """Σ_r ⟨w_r, jvp_r(1)⟩, by func.jvp and jacfwd, is Σ_r ⟨vjp_r(w), 1⟩, by autograd and jacrev; hessians agree."""
-    if not _is_small(case) or any(case.shared):
-        return
-
-    def body(r: int) -> list[Tensor]:
-        x = case.x(r, SEED)
-        y = case.call(x, r)
-        w = case.w(y, r, SEED)
-        jvp = torch.func.jvp(lambda x: case.call(x, r), (x,), (torch.ones_like(x),))[1]
-        (vjp,) = torch.func.vjp(lambda x: case.call(x, r), x)[1](w)
-
-        def loss(x: Tensor) -> Tensor:
-            return (w * case.call(x, r).sin()).sum()
-
-        forward, backward = torch.func.jacfwd(loss)(x).sum(), torch.func.jacrev(loss)(x).sum()
-        two = torch.func.hessian(loss)(x).sum(), torch.autograd.functional.vhp(loss, x, torch.ones_like(x))[1].sum()
-        return [(w * jvp).sum(), vjp.sum(), forward, backward, *two]
-
-    for left, right in torch.tensor((yield body)).sum(0).view(3, 2).tolist():
-        assert abs(left - right) <= 1e-10 * max(1.0, abs(left)), f"{case}: {left} ≠ {right}"
+    for found in zip(*first, strict=True):
+        _close(found, [m["gradient"] for m in expected], case)
+    for found in zip(*second, strict=True):
+        _close(found, [m["second"] for m in expected], case)
+    hessians, along = zip(*of_ones, strict=True)
+    _close(hessians, along, case)
 
 
 def modes_change_nothing(case: Case) -> Generator[Body, list[Any], None]:
@@ -262,18 +211,11 @@ ALL = [
     the_input_is_untouched_and_the_output_its_own,
     the_output_may_be_changed_in_place,
     the_adjoint_is_the_adjoint,
-    the_adjoint_of_the_adjoint_is_the_map,
     the_jvp_is_that_of_truth,
     vmap_is_a_loop,
-    transforms_nest,
     every_transform_gives_the_gradients_of_truth,
-    forward_mode_and_jacobians_agree,
     modes_change_nothing,
 ]
-
-
-#: Nested transforms run a call many times, on tensors of all ranks' positions.
-IN_TRANSFORMS = (transforms_nest, every_transform_gives_the_gradients_of_truth, forward_mode_and_jacobians_agree)
 
 
 def once(table: Iterable[Case]) -> list[Case]:
@@ -285,9 +227,10 @@ def once(table: Iterable[Case]) -> list[Case]:
 
 
 def pairs(table: Sequence[Case]) -> list[tuple[Property, Case]]:
-    """Return every property with every case, but nested transforms only with the cases of `once`."""
-    several = [(holds, case) for case in table for holds in ALL if holds not in IN_TRANSFORMS]
-    return several + [(holds, case) for case in once(filter(_is_small, table)) for holds in IN_TRANSFORMS]
+    """Return every property with every case, but transforms, which run a call many times, with the cases of `once`."""
+    transforms = every_transform_gives_the_gradients_of_truth
+    several = [(holds, case) for case in table for holds in ALL if holds is not transforms]
+    return several + [(transforms, case) for case in once(filter(_is_small, table))]
 
 
 def hold(pairs: Iterable[tuple[Property, Case]], n: int, run: Callable[..., list[Any]]) -> set[Property]:

@@ -51,20 +51,17 @@ def xs_of(case):
     return [case.x(r, SEED) for r in range(case.size)]
 
 
-def check(pairs, n, run):
-    """Compare calls, each in its nest, with truth; all in one run."""
+def check(pairs, run):
+    """Compare calls, each in its nest, with truth."""
+    for case, nest in pairs:
 
-    def body(r):
-        fs = [nests.by_transforms(nest, lambda x, c=case: c.call(x.sin(), r), r, case.shared) for case, nest in pairs]
-        return [f(case.x(r, SEED)) for f, (case, _) in zip(fs, pairs, strict=True)]
+        def of_rank(r, case=case):
+            return lambda x: case.call(x.sin(), r)
 
-    of_ranks = run(body, range(n))
-    for i, (case, nest) in enumerate(pairs):
-        defined = nests.by_definition(nest, lambda xs, c=case: c.truth([x.sin() for x in xs]), case.shared)
-        expected = defined(xs_of(case))
-        for r, y in enumerate(expected):
-            text = f"{case}, rank {r}, {' of '.join(nest)}"
-            torch.testing.assert_close(of_ranks[r][i], y.detach(), rtol=1e-8, atol=1e-8, msg=text)
+        def of_all(xs, case=case):
+            return case.truth([x.sin() for x in xs])
+
+        nests.check(run, [nest], of_rank, of_all, xs_of(case), case.shared, case)
 
 
 def drawn(calls, seed):
@@ -80,9 +77,9 @@ def linear(n):
     return [case for case in table(n) if is_linear(case)]
 
 
-def run_alone(body, ranks):
+def run_alone(body, ranks, xs):
     """On one rank, without a group."""
-    return [body(0)]
+    return [body(0, *xs)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +93,7 @@ def run_alone(body, ranks):
     ids=["reductions", "linear", "processes", "alone"],
 )
 def test_the_table(calls, every, run):
-    check(drawn(calls, every)[::every], calls[0].size, run)
+    check(drawn(calls, every)[::every], run)
 
 
 @pytest.mark.slow
@@ -105,8 +102,8 @@ def test_the_table(calls, every, run):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_table_at_length(backend, seed):
     pairs = drawn(table(3), seed)
-    check(pairs, 3, rules)
-    check(pairs, 3, partial(gloo, backend=backend, timeout=600))
+    check(pairs, rules)
+    check(pairs, partial(gloo, backend=backend, timeout=600))
 
 
 @pytest.mark.slow
@@ -116,22 +113,7 @@ def test_the_table_at_length(backend, seed):
 def test_every_nest_of_every_reduction(n, outermost):
     drawn = [nest for nest in nests.NESTS if nest[0] == outermost]
     pairs = [(case, nest) for case in reductions(n, "all_reduce") for nest in drawn]
-    check(pairs, n, rules)
-
-
-def test_values_by_hand():
-    """d²/dx² of (sin x)(sin 2x), on two ranks, and of x² on one."""
-
-    def second(f):
-        return torch.func.jacfwd(torch.func.jacfwd(f))(x)
-
-    def body(r):
-        return second(lambda x: dc.all_reduce(((r + 1) * x).sin(), "product"))
-
-    x = torch.tensor(0.7, dtype=torch.float64)
-    expected = -5 * x.sin() * (2 * x).sin() + 4 * x.cos() * (2 * x).cos()
-    torch.testing.assert_close(rules(body, range(2)), [expected] * 2)
-    assert second(lambda x: dc.all_reduce(x.square(), "product")) == 2
+    check(pairs, rules)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -150,18 +150,14 @@ def check(program, run=None):
 
 def check_nest(program, nest):
     """Compare transforms of a program within one another with truth."""
-    xs, ranks = [x.detach() for x in program.inputs()], range(program.n)
 
     def of_rank(r):
         return partial(program.value, r, program.given(r), program.groups())
 
-    def body(r):
-        return nests.by_transforms(nest, of_rank(r), r)(xs[r])
+    def of_all(xs):
+        return truth(lambda r, x: of_rank(r)(x), range(program.n), xs)
 
-    defined = nests.by_definition(nest, lambda xs: truth(lambda r, x: of_rank(r)(x), ranks, xs))
-    for r, (got, right) in enumerate(zip(rules(body, ranks), defined(xs), strict=True)):
-        text = f"rank {r} {nest}\n{program}"
-        torch.testing.assert_close(got, right.detach(), rtol=1e-7, atol=1e-8, equal_nan=True, msg=text)
+    nests.check(rules, [nest], of_rank, of_all, [x.detach() for x in program.inputs()], what=program)
 
 
 ways = st.builds(Way, st.sampled_from(list(LAYOUTS)), st.sampled_from([True, True, False]), st.booleans())

@@ -12,6 +12,8 @@ from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing import cases
 from diffcoll.testing.cases import Case
 
+TRANSFORMS = properties.every_transform_gives_the_gradients_of_truth
+
 
 @pytest.mark.parametrize("holds", properties.ALL, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -19,18 +21,18 @@ def test_in_simulated_worlds(name, holds):
     def check(case):
         properties.hold([(holds, case)], case.size, rules)
 
-    calls.each(calls.cases(name), 3 if holds in properties.IN_TRANSFORMS else 8, check, derandomize=True)
+    calls.each(calls.cases(name), 3 if holds is TRANSFORMS else 8, check, derandomize=True)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_table_in_simulated_worlds(name, n):
+    """Every property of every call on few ranks; on five without transforms, whose rules are those of fewer ranks."""
     table = [case for case in cases.table(n) if case.name == name]
-    every = [(holds, case) for case in table for holds in properties.ALL]
-    held = properties.hold(every if n != 3 else properties.pairs(table), n, rules)
+    every = [(holds, case) for case in table for holds in properties.ALL if n < 3 or holds is not TRANSFORMS]
+    held = properties.hold(properties.pairs(table) if n == 3 else every, n, rules)
     if n == 2:  # where calls are small enough for all of them
-        not_held = {properties.forward_mode_and_jacobians_agree} if all(any(case.shared) for case in table) else set()
-        assert held == set(properties.ALL) - not_held
+        assert held == set(properties.ALL)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -48,14 +50,6 @@ def test_the_table_on_processes(backend):
 def test_every_property_of_the_table_on_processes(n, backend):
     pairs = [(holds, case) for case in cases.table(n) for holds in properties.ALL]
     properties.hold(pairs, n, partial(gloo, backend=backend, timeout=600))
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_the_table_on_five_ranks(name):
-    """Without nested transforms, whose rules are those of fewer ranks."""
-    table = [case for case in cases.table(5) if case.name == name]
-    several = [(holds, case) for holds, case in properties.pairs(table) if holds not in properties.IN_TRANSFORMS]
-    properties.hold(several, 5, rules)
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["any", "zeros"])

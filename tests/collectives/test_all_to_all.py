@@ -1,9 +1,7 @@
 """all_to_all, its own adjoint, and gather and scatter, each other's."""
 
-import pytest
 import torch
 import worked
-from runs import runs_on
 from worked import Example
 
 import diffcoll as dc
@@ -73,38 +71,3 @@ def test_from_one_dim_to_another(run):
     got = run(lambda r: dc.all_to_all(whole[2 * r : 2 * r + 2], split_dim=1, concat_dim=0), range(3))
     for r, y in enumerate(got):
         assert torch.equal(y, whole[:, 2 * r : 2 * r + 2])
-
-
-@runs_on("truth", "rules", "gloo", "mpi")
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.complex64, torch.float8_e5m2])
-def test_what_only_moves_may_be_anything(run, dtype):
-    """Without values of x off src: its memory is read on src alone."""
-
-    def body(r):
-        x = torch.arange(6).reshape(2, 3).to(torch.float32).to(dtype) if r == 1 else torch.empty(2, 3, dtype=dtype)
-        parts = dc.scatter(x, src=1, dim=1, sizes=[0, 2, 1])
-        return parts, dc.gather(parts, dst=2, dim=1, sizes="auto")
-
-    whole = torch.arange(6).reshape(2, 3).to(torch.float32).to(dtype)
-    for r, (part, gathered) in enumerate(run(body, range(3))):
-        first, last = [(0, 0), (0, 2), (2, 3)][r]
-        assert part.dtype == gathered.dtype == dtype
-        assert torch.equal(part.to(torch.complex64), whole[:, first:last].to(torch.complex64))
-        assert torch.equal(gathered.to(torch.complex64), whole[:, : 3 * (r == 2)].to(torch.complex64))
-
-
-UNEXPECTED = {
-    "equal blocks": lambda odd: dc.all_to_all(torch.ones(6 if odd else 3)),
-    "equal blocks, to another dim": lambda odd: dc.all_to_all(torch.ones(3, 1 + odd), 0, 1),
-    "sizes": lambda odd: dc.all_to_all(
-        torch.ones(4 if odd else 3), split_sizes=[2, 1, 1] if odd else [1, 1, 1], concat_sizes=[1, 1, 1]
-    ),
-}
-
-
-@runs_on("truth", "rules")
-@pytest.mark.parametrize("name", UNEXPECTED)
-def test_blocks_of_other_sizes_than_a_rank_expects(run, name):
-    """Simulated ranks raise; real ones do in check mode."""
-    with pytest.raises(dc.CollectiveMismatchError):
-        run(lambda r: UNEXPECTED[name](r == 1), range(3))

@@ -397,9 +397,15 @@ def test_simulated_ranks_run_uncompiled():
 
 
 def test_wrong_calls_and_transforms_around_a_graph():
-    """torch.func and forward mode within a graph: PyTorch has no rules for ops there."""
+    """torch.func and forward mode within a graph: PyTorch has no rules for ops there. Nor is a region compiled."""
     summed = lambda x: dc.all_reduce(x).square().sum()  # noqa: E731
+
+    def in_region(x):
+        with dc.joint_backward() as joint:
+            return joint(summed(x))
+
     wrong = [
+        ("joint_backward", in_region),
         ("all_reduce", torch.func.grad(summed)),
         ("all_reduce", lambda x: torch.func.jvp(summed, (x,), (x,))),
         ("all_reduce: op: ", lambda x: dc.all_reduce(x, "mode")),

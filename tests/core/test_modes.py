@@ -102,16 +102,6 @@ def test_no_policy_changes_a_derivative(run, checked, region):
     run(body, range(N))
 
 
-def test_no_policy_changes_a_gradient_of_the_table():
-    def body(r):
-        for case in CASES:
-            expected = derivative(of_case(case), r, (3,))
-            for policy in POLICIES[:2]:
-                torch.testing.assert_close(derivative(of_case(case), r, (3,), **policy), expected, msg=str(case))
-
-    rules(body, range(N))
-
-
 # ── modes ────────────────────────────────────────────────────────────────────────────────────────────────
 
 

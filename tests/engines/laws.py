@@ -16,6 +16,7 @@ from functools import reduce as fold
 from math import prod
 from typing import Any
 
+import properties
 import torch
 import torch.distributed as dist
 from runs import new_group
@@ -71,16 +72,8 @@ def strides_of_zero(tensors: list[Tensor]) -> list[Tensor]:
     return [t.as_strided(t.shape, k) for t, k in zip(apart(tensors), strides, strict=True)]
 
 
-def strided(x: Tensor) -> Tensor:
-    return torch.stack([x, torch.full_like(x, BEFORE)], -1)[..., 0]
-
-
-def transposed(x: Tensor) -> Tensor:
-    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else strided(x)
-
-
 PLACES = [apart, together, backwards, strides_of_zero]
-LAYOUTS = [torch.clone, strided, transposed]
+LAYOUTS = [torch.clone, properties.LAYOUTS["strided"], properties.LAYOUTS["transposed"]]
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -247,34 +240,17 @@ def of_all(engine: Engine, value: int) -> list[int]:
 # ── each primitive ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def in_every_shape(primitive: Callable[..., Call], engine: Engine) -> list[tuple[Tensor, Tensor]]:
-    return [pair for data in SHAPES for pair in outcome(primitive, engine, data)]
+def every(engine: Engine) -> list[Callable[..., Call]]:
+    """Return all primitives, with every root."""
+    roots = range(engine.size)
+    rooted = [partial(broadcast, src=src) for src in roots] + [partial(reduce, dst=dst) for dst in roots]
+    return [exchange, all_gather, reduce_scatter, all_reduce, *rooted]
 
 
-def exchange_fills_every_block(engine: Engine) -> Pairs:
-    yield from in_every_shape(exchange, engine)
-
-
-def all_gather_gives_every_rank_all_blocks(engine: Engine) -> Pairs:
-    yield from in_every_shape(all_gather, engine)
-
-
-def reduce_scatter_gives_every_rank_its_sum(engine: Engine) -> Pairs:
-    yield from in_every_shape(reduce_scatter, engine)
-
-
-def all_reduce_gives_every_rank_the_sum(engine: Engine) -> Pairs:
-    yield from in_every_shape(all_reduce, engine)
-
-
-def broadcast_gives_every_rank_the_tensor_of_src(engine: Engine) -> Pairs:
-    for src in range(engine.size):
-        yield from in_every_shape(partial(broadcast, src=src), engine)
-
-
-def reduce_gives_dst_the_sum(engine: Engine) -> Pairs:
-    for dst in range(engine.size):
-        yield from in_every_shape(partial(reduce, dst=dst), engine)
+def every_output_is_filled_in_every_shape(engine: Engine) -> Pairs:
+    for primitive in every(engine):
+        for data in SHAPES:
+            yield from outcome(primitive, engine, data)
 
 
 def every_dtype_is_moved(engine: Engine) -> Pairs:
@@ -363,7 +339,7 @@ def nothing_but_the_outputs_is_written(engine: Engine) -> Pairs:
         return found
 
     for data in (Data(place=guarded), Data(tail=(3,), place=guarded), Data(numel=0, place=guarded)):
-        for primitive in (*MOVES, *SUMS, *(partial(reduce, dst=dst) for dst in range(engine.size))):
+        for primitive in every(engine):
             call = primitive(engine, data)
             call.start()()
             yield from call.reads

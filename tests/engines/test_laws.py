@@ -113,28 +113,12 @@ def breaks(law, name, **members):
     return decorator
 
 
-@breaks(laws.exchange_fills_every_block, "exchange")
+@breaks(laws.every_output_is_filled_in_every_shape, "exchange")
 def does_not_fill_its_own_block(engine, exchange, sends, recvs, *later):
     return exchange(sends, [None if s == engine.rank else b for s, b in enumerate(recvs)])
 
 
-@breaks(laws.all_gather_gives_every_rank_all_blocks, "all_gather")
-def does_not_gather_its_own_block(engine, all_gather, x, row, counts, *later):
-    own = row.split(counts)[engine.rank]
-    before = own.clone()
-    all_gather(x, row, counts)()
-    own.copy_(before)
-    return done
-
-
-@breaks(laws.reduce_scatter_gives_every_rank_its_sum, "reduce_scatter")
-def scatters_the_sum_of_the_others(engine, reduce_scatter, row, counts, out, *later):
-    reduce_scatter(row, counts, out)()
-    out -= row.split(counts)[engine.rank].view(out.shape)
-    return done
-
-
-@breaks(laws.all_reduce_gives_every_rank_the_sum, "all_reduce")
+@breaks(laws.every_output_is_filled_in_every_shape, "all_reduce")
 def drops_the_remainder(engine, all_reduce, x, y, *later):
     parts = (x.numel() // engine.size) * engine.size
     whole, z = x.reshape(-1)[:parts], torch.empty(parts, dtype=x.dtype)
@@ -143,14 +127,9 @@ def drops_the_remainder(engine, all_reduce, x, y, *later):
     return done
 
 
-@breaks(laws.broadcast_gives_every_rank_the_tensor_of_src, "broadcast")
+@breaks(laws.every_output_is_filled_in_every_shape, "broadcast")
 def broadcasts_from_rank_0(engine, broadcast, y, src, *later):
     return broadcast(y, 0, *later)
-
-
-@breaks(laws.reduce_gives_dst_the_sum, "reduce")
-def reduces_to_rank_0(engine, reduce, y, dst, *later):
-    return reduce(y, 0, *later)
 
 
 def copies_in_the_wait(wait, received, recvs):

@@ -112,6 +112,7 @@ def test_collectives_that_do_not_match():
         lambda x: loss(dc.all_reduce(x[: 1 + dc.get_rank()])),
         lambda x: loss(dc.all_reduce(x.float() if dc.get_rank() else x)),
         lambda x: loss(dc.broadcast(x, src=dc.get_rank())),
+        lambda x: loss(dc.all_to_all(torch.cat([x, x][dc.get_rank() :]))),
         lambda x: torch.func.grad(lambda y: dc.all_reduce(y).sum())(x.detach()).sum(),
     ):
         with pytest.raises(dc.CollectiveMismatchError):
