@@ -246,11 +246,9 @@ def pytorch_metric_learning() -> Iterator[Row]:
         module = whole if list(whole.parameters()) else None
         return loss(name, lambda x, y: wrapper(whole, efficient)(x, y), lambda x, y: whole(x, y), labelled, module)
 
-    yield wrapped(losses.NTXentLoss())
     yield wrapped(losses.NTXentLoss(), efficient=True)
-    yield wrapped(losses.SupConLoss())
-    yield wrapped(losses.TripletMarginLoss())
-    yield wrapped(losses.MultiSimilarityLoss())
+    for name in ("NTXentLoss", "SupConLoss", "TripletMarginLoss", "MultiSimilarityLoss"):
+        yield wrapped(getattr(losses, name)())
     yield wrapped(losses.ProxyAnchorLoss(3, 4).double())
 
 
