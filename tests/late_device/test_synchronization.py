@@ -69,21 +69,22 @@ def test_averager(backend, size, sides, order):
 
 def reused_for_a_bucket(size=150):
     """A kernel on this stream reads memory that is freed and becomes that of the bucket, which another stream fills."""
+    buckets.SMALL_ON_ACCELERATOR = 64 << 10
     streams = Streams("late")
     (p, _node), (small, _) = (parameter(n, n, stream=streams.on_side()) for n in (size, 1))
     averager = dc.GradientAverager([p, small], reduction="sum")
-    held = []
+    held, read = [], []
     for _ in range(2):
         p.grad = small.grad = None
         with streams.on_side():
             loss = p.square().sum() + small.sum()
-        kept = torch.full((size * size + 1,), 3.0, device="late") * 3  # as large as the gradients
+        read.append(torch.full((size * size + 1,), 3.0, device="late") * 3)  # as large as the gradients
         with averager.reduce():  # allocates a bucket, since the gradient of the last block is held
             with streams.side:
                 loss.backward()
         held.append(p.grad)
     right = 4 * p.detach().cpu()
-    return [*((g.cpu(), right) for g in held), (kept.cpu(), torch.full(kept.shape, 9.0))]
+    return [*((g.cpu(), right) for g in held), (torch.cat(read).cpu(), torch.tensor(9.0))]
 
 
 def test_memory_that_becomes_a_buckets(order):
