@@ -82,6 +82,7 @@ def reused_for_a_bucket(size=150):
         with averager.reduce():  # allocates a bucket, since the gradient of the last block is held
             with streams.side:
                 loss.backward()
+            streams.side.synchronize()  # in the order "late" before the kernel that reads, unless one waits for it
         held.append(p.grad)
     right = 4 * p.detach().cpu()
     return [*((g.cpu(), right) for g in held), (torch.cat(read).cpu(), torch.tensor(9.0))]
