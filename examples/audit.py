@@ -246,11 +246,9 @@ def pytorch_metric_learning() -> Iterator[Row]:
         module = whole if list(whole.parameters()) else None
         return loss(name, lambda x, y: wrapper(whole, efficient)(x, y), lambda x, y: whole(x, y), labelled, module)
 
-    yield wrapped(losses.NTXentLoss())
     yield wrapped(losses.NTXentLoss(), efficient=True)
-    yield wrapped(losses.SupConLoss())
-    yield wrapped(losses.TripletMarginLoss())
-    yield wrapped(losses.MultiSimilarityLoss())
+    for name in ("NTXentLoss", "SupConLoss", "TripletMarginLoss", "MultiSimilarityLoss"):
+        yield wrapped(getattr(losses, name)())
     yield wrapped(losses.ProxyAnchorLoss(3, 4).double())
 
 
@@ -375,42 +373,20 @@ def transformers() -> Iterator[Row]:
 
 
 def torchtitan() -> Iterator[Row]:
-    of, common = (importlib.import_module(f"torchtitan.models.{name}") for name in ("llama3", "common"))
-    attention = importlib.import_module("torchtitan.models.common.attention").ScaledDotProductAttention
+    titan = partial(importlib.import_module, package="torchtitan")
+    attention, llama3 = titan(".models.common.attention"), titan(".models.llama3")
+    distributed, settings = titan(".distributed"), titan(".config")
 
     def on_cpu() -> None:  # in every process of gloo
-        kinds = importlib.import_module("torchtitan.models.common.attention")
-        kinds.ScaledDotProductAttention.sdpa_backends = [importlib.import_module("torch.nn.attention").SDPBackend.MATH]
-        importlib.import_module("torchtitan.distributed.parallel_dims").device_type = "cpu"
-
-    on_cpu()
-    make = importlib.import_module("torchtitan.models.common.config_utils")
-    block = importlib.import_module("torchtitan.models.llama3.model").Llama3TransformerBlock
-    set_sharding = importlib.import_module("torchtitan.models.llama3.sharding").set_llama3_sharding_config
-    distributed, settings = (importlib.import_module(f"torchtitan.{name}") for name in ("distributed", "config"))
-    init = {"weight": nn.init.normal_}
+        attention.ScaledDotProductAttention.sdpa_backends = [torch.nn.attention.SDPBackend.MATH]
+        titan(".distributed.parallel_dims").device_type = "cpu"
 
     def llama(sequence_parallel: bool) -> nn.Module:
-        def norm() -> Any:
-            return common.RMSNorm.Config(normalized_shape=16, param_init={"weight": nn.init.ones_})
-
-        qkv = {"dim": 16, "n_heads": 4, "n_kv_heads": 2, "wqkv_param_init": init, "wo_param_init": init}
-        rope = common.ComplexRoPE.Config(dim=4, max_seq_len=16, theta=10000, scaling="none")
-        layer = block.Config(
-            attention_norm=norm(),
-            ffn_norm=norm(),
-            attention=make.make_gqa_config(**qkv, inner_attention=attention.Config(), rope=rope),
-            feed_forward=make.make_ffn_config(dim=16, hidden_dim=32, w1_param_init=init, w2w3_param_init=init),
-        )
-        config = of.Llama3Model.Config(
-            dim=16,
-            vocab_size=32,
-            tok_embeddings=common.Embedding.Config(num_embeddings=32, embedding_dim=16, param_init=init),
-            norm=norm(),
-            lm_head=common.Linear.Config(in_features=16, out_features=32, param_init=init),
-            layers=[layer],
-        )
-        set_sharding(config, enable_sp=sequence_parallel)
+        on_cpu()
+        config = llama3.llama3_configs["debugmodel"]("varlen")
+        config.layers = config.layers[:1]
+        config.layers[0].attention.inner_attention = attention.ScaledDotProductAttention.Config()
+        titan(".models.llama3.sharding").set_llama3_sharding_config(config, enable_sp=sequence_parallel)
         torch.manual_seed(0)
         model = config.build()
         model.init_states()

@@ -52,7 +52,7 @@ def check(gather):
     return assert_matches_single_process(clip_loss(gather), clip_loss(lambda x: x), batch, **options)
 
 
-def main():
+if __name__ == "__main__":
     try:
         check(GatherLayer.apply)
     except GradientMismatchError as error:
@@ -60,7 +60,3 @@ def main():
     print()
     print("With diffcoll.all_gather:")
     print(check(dc.all_gather))
-
-
-if __name__ == "__main__":
-    main()

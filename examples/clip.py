@@ -34,4 +34,4 @@ def batch(generator):
 
 
 if __name__ == "__main__":
-    main(CLIP, batch, lambda model: nearest_neighbours(model.features(digits()[0])))
+    main([CLIP], batch, lambda model: nearest_neighbours(model.features(digits()[0])))

@@ -1,10 +1,10 @@
 """Trains on this rank's part of each batch, and compares processes with unequal parts with one process.
 
-What simclr.py, clip.py, supcon.py, barlow_twins.py, retrieval.py and segmentation.py share. Each of them runs so:
+What two_views.py, clip.py, retrieval.py and segmentation.py share. Each of them runs so:
 
-    python examples/simclr.py [--steps 100]          three processes, which it starts
-    torchrun --nproc-per-node 3 examples/simclr.py
-    mpiexec -n 3 python examples/simclr.py
+    python examples/clip.py [--steps 100]          three processes, which it starts
+    torchrun --nproc-per-node 3 examples/clip.py
+    mpiexec -n 3 python examples/clip.py
 """
 
 import argparse
@@ -53,35 +53,36 @@ def connect():
 
 
 def main(
-    make_model: Callable[[], nn.Module],
+    models: Sequence[Callable[[], nn.Module]],
     batch: Callable[[torch.Generator], Sequence[Tensor]],
     score: Callable[[nn.Module], float],
     steps: int = 100,
 ) -> None:
-    """Train on ranks and on one process; the losses must be equal.
+    """Train each model on ranks and on one process; the losses must be equal.
 
     Args:
-        make_model: makes the model, whose forward returns the loss of the whole batch from this rank's rows.
+        models: classes of models, whose forward returns the loss of the whole batch from this rank's rows.
         batch: draws a whole batch of `BATCH` rows, the same on every rank.
-        score: measures the model, in percent.
+        score: measures a model, in percent.
         steps: of training, unless the command line says otherwise.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=steps)
-    training = make_model, batch, score, parser.parse_args().steps
-    if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"} & os.environ.keys():
-        engine, alone = connect()
-        n, (losses, percent) = dc.get_world_size(), train(*training)
+    steps = parser.parse_args().steps
+    is_launched = bool({"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"} & os.environ.keys())
+    engine, alone = connect() if is_launched else ("gloo", None)
+    for model in models:
+        training = model, batch, score, steps
+        if is_launched:
+            n, (losses, percent) = dc.get_world_size(), train(*training)
+        else:
+            n, (losses, percent) = 3, spawn(lambda rank, training=training: train(*training), range(3), timeout=300)[0]
         with dc.set_default_group(alone):
             single, expected = train(*training)
-    else:
-        engine, n = "gloo", 3
-        losses, percent = spawn(lambda rank: train(*training), range(n), timeout=300)[0]
-        single, expected = train(*training)
-    off = max(abs(a - b) for a, b in zip(losses, single, strict=True))
-    if dc.get_rank() == 0:
-        scores = f"score {percent:.1f} %, on one process {expected:.1f} %"
-        print(f"{n} ranks on {engine}: {scores}; losses differ by {off:.0e}")
-    assert off < 1e-8
+        off = max(abs(a - b) for a, b in zip(losses, single, strict=True))
+        if dc.get_rank() == 0:
+            scores = f"score {percent:.1f} %, on one process {expected:.1f} %"
+            print(f"{model.__name__}, {n} ranks on {engine}: {scores}; losses differ by {off:.0e}")
+        assert off < 1e-8
     if dist.is_initialized():
         dist.destroy_process_group()

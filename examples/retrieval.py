@@ -51,4 +51,4 @@ def recall(model):
 
 
 if __name__ == "__main__":
-    main(Embedder, batch, recall, steps=200)
+    main([Embedder], batch, recall, steps=200)

@@ -41,4 +41,4 @@ def overlap(model):
 
 
 if __name__ == "__main__":
-    main(Segmentation, batch, overlap)
+    main([Segmentation], batch, overlap)

@@ -69,8 +69,8 @@ def test_the_public_api_is_one_list():
                 assert part in value.__doc__, (name, part)
 
 
-#: Trainings, and the score that they exceed; of raw pixels, nearest neighbours have 71 %.
-SCORES = {"simclr": 75, "clip": 71, "supcon": 80, "barlow_twins": 75, "segmentation": 60, "retrieval": 60}
+#: Trainings, and the scores that their models exceed; of raw pixels, nearest neighbours have 71 %.
+SCORES = {"two_views": [75, 80, 75], "clip": [71], "segmentation": [60], "retrieval": [60]}
 
 
 # Each of the others would import PyTorch twice more: here, and in a server of its own that forks its ranks.
@@ -92,6 +92,7 @@ def test_examples(path, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 def test_a_training_in_full(name, tmp_path):
-    printed = python(ROOT / "examples" / f"{name}.py", cwd=tmp_path, timeout=100).stdout
-    on_ranks, on_one_process = map(float, re.findall(r"(\d+\.\d) %", printed))
-    assert on_ranks == on_one_process > SCORES[name]
+    printed = python(ROOT / "examples" / f"{name}.py", cwd=tmp_path, timeout=300).stdout
+    for scores, least in zip(re.findall(r"(\d+\.\d) %.* (\d+\.\d) %", printed), SCORES[name], strict=True):
+        on_ranks, on_one_process = map(float, scores)
+        assert on_ranks == on_one_process > least

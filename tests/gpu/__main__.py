@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -18,22 +17,12 @@ WIDTH = 120
 
 
 class Report:
-    """Prints the table while rows end, and writes the JSON file after each.
+    """Prints the table while rows end, and writes the JSON file after each."""
 
-    Args:
-        file: the JSON file.
-        machine: what the rows run on.
-        keep: keep the rows of the file that were found on the same machine with the same versions.
-    """
-
-    def __init__(self, file, machine, keep):
+    def __init__(self, file, machine):
         self._file, self._facts, self.results = Path(file), machine.facts, {}
         print(", ".join(f"{name} {value}" for name, value in machine.facts.items()))
         self._print("row", "ranks", "s", "result")
-        if keep and self._file.exists():
-            before = json.loads(self._file.read_text(encoding="utf-8"))
-            for result in before["rows"] if before["machine"] == self._facts else ():
-                self.add(result)
 
     def _print(self, row, ranks, seconds, result):
         print(f"{row:<25} {ranks:>5} {seconds:>4}  {result}", flush=True)
@@ -50,10 +39,8 @@ class Report:
             text = ": ".join(word for word in words if word)
             print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="      "), flush=True)
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        new = self._file.with_name(f".{self._file.name}.new")
         content = {"machine": self._facts, "rows": [*self.results.values()]}
-        new.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        os.replace(new, self._file)
+        self._file.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     def end(self, skipped, seconds):
         """Print the last lines; return the exit status: 1 if a row is wrong."""
@@ -69,7 +56,6 @@ class Report:
 def main():
     parser = argparse.ArgumentParser(prog="make test-gpu ARGS=", description="Run rows on one GPU; print their table.")
     parser.add_argument("-k", nargs="+", default=[""], metavar="WORD", help="rows whose name has one of these words")
-    parser.add_argument("--left", action="store_true", help="keep the rows of the JSON file, and run those not in it")
     parser.add_argument("--json", metavar="FILE", help="default: build/gpu-cuda.json, on the CPU build/gpu-cpu.json")
     parser.add_argument("--nccl", metavar="FILE", help="an NCCL for rows of several ranks, packed by thin_nccl.py")
     parser.add_argument("--dry", action="store_true", help="on the CPU and gloo, as far as rows go")
@@ -77,16 +63,16 @@ def main():
     chosen = [row for name, row in rows().items() if any(word in name for word in options.k)]
     if not chosen:
         parser.error(f"no row has one of these words: {' '.join(options.k)}")
-    begin, skipped, left = time.monotonic(), {}, []
+    begin, skipped, runnable = time.monotonic(), {}, []
     with tempfile.TemporaryDirectory(prefix="test-gpu-") as folder:
         machine = Machine(options.dry, options.nccl, folder)
-        report = Report(options.json or f"build/gpu-{machine.device}.json", machine, options.left)
+        report = Report(options.json or f"build/gpu-{machine.device}.json", machine)
         for row in chosen:
             if why := machine.skips(row):
                 skipped.setdefault(why, []).append(row.name)
-            elif row.name not in report.results:
-                left.append(row)
-        run(left, machine, folder, report.add)
+            else:
+                runnable.append(row)
+        run(runnable, machine, folder, report.add)
         return report.end(skipped, time.monotonic() - begin)
 
 

@@ -16,7 +16,7 @@ from runs import spawned
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
-from diffcoll.engines import mpi
+from diffcoll.engines import c10d, mpi
 
 BACKENDS = ("gloo", "mpi")
 N = 2
@@ -33,6 +33,7 @@ def _begin(backend, order, body, r):
     late.register()
     if backend == "gloo":  # MPI's default group, made before, moves what it can copy to the CPU
         dist.Backend.register_backend(NAME, GlooGroup, devices=["cpu", "late"])
+        c10d.SUMS[NAME] = c10d.SUMS["nccl"]
         dc.set_default_group(dist.new_group(backend=NAME))
     with late.order(order):
         found = body(r)
@@ -40,7 +41,7 @@ def _begin(backend, order, body, r):
         return found
 
 
-def let_mpi_reach_the_device():
+def let_mpi_reach_the_device(_):
     """Make this rank's MPI one that reads and writes the device's memory, when it is told to, as if it were CUDA's."""
     from mpi4py import MPI
 
@@ -61,8 +62,6 @@ def let_mpi_reach_the_device():
 # ── gloo for the device ──────────────────────────────────────────────────────────────────────────────────
 
 NAME = "late_gloo"
-#: The dtypes in which gloo adds those that it does not add itself.
-ADDED = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
 class StreamWork(dist.Work):
@@ -78,10 +77,6 @@ class StreamWork(dist.Work):
             torch.accelerator.current_stream().wait_event(self.end)
         self.kept = None
         return True
-
-    def is_completed(self):
-        """Whether the device has done it."""
-        return self.end is None or self.end.query()
 
 
 class MessageWork(StreamWork):
@@ -102,10 +97,6 @@ class MessageWork(StreamWork):
                 late.queue(lambda x: self.started.pop().wait(), *self.kept)
             self.end = self.group.stream.record_event()
         return super().wait()
-
-    def is_completed(self):
-        """Whether the device has done it."""
-        return self.end is not None and self.end.query()
 
 
 class GlooGroup(dist.ProcessGroup):
@@ -139,21 +130,10 @@ class GlooGroup(dist.ProcessGroup):
         return StreamWork(tensors, self.stream.record_event())
 
     def allreduce(self, tensors, opts=None):
-        def kernel(x):
-            wide = x.to(ADDED.get(x.dtype, x.dtype))
-            self.gloo.allreduce([wide], opts).wait()
-            x.copy_(wide)
-
-        return self._call(kernel, *tensors)
+        return self._call(lambda x: self.gloo.allreduce([x], opts).wait(), *tensors)
 
     def reduce(self, tensors, opts=None):
-        def kernel(x):
-            wide = x.to(ADDED.get(x.dtype, x.dtype), copy=True)
-            self.gloo.reduce([wide], opts).wait()
-            if opts.rootRank == self.rank():
-                x.copy_(wide)
-
-        return self._call(kernel, *tensors)
+        return self._call(lambda x: self.gloo.reduce([x], opts).wait(), *tensors)
 
     def broadcast(self, tensors, opts=None):
         return self._call(lambda x: self.gloo.broadcast([x], opts).wait(), *tensors)
@@ -162,13 +142,7 @@ class GlooGroup(dist.ProcessGroup):
         return self._call(lambda x, y: self.gloo._allgather_base(y, x, opts).wait(), x, output)
 
     def reduce_scatter_single(self, output, x, opts=None):
-        def kernel(y, x):
-            dtype = ADDED.get(y.dtype, y.dtype)
-            wide = y.to(dtype)
-            self.gloo._reduce_scatter_base(wide, x.to(dtype), opts).wait()
-            y.copy_(wide)
-
-        return self._call(kernel, output, x)
+        return self._call(lambda y, x: self.gloo._reduce_scatter_base(y, x, opts).wait(), output, x)
 
     def send(self, tensors, dst, tag):
         return self._message(self.gloo.send, tensors, dst, tag)
