@@ -13,7 +13,6 @@ from test_notes import ROOT, blocks
 from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll
-from diffcoll.collectives import COLLECTIVES
 from diffcoll.testing import simulate
 
 README = ROOT / "README.md"
@@ -57,16 +56,6 @@ def test_the_program_prints_what_stands_below_it():
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(PROGRAM, {"__name__": "README"})
     assert f"```\n\n```text\n{printed.getvalue()}```\n" in README.read_text(encoding="utf-8")
-
-
-def test_the_public_api_is_one_list():
-    assert set(COLLECTIVES) <= set(diffcoll.__all__)
-    for name in diffcoll.__all__:
-        value = getattr(diffcoll, name)
-        assert value.__doc__, name
-        if name in COLLECTIVES:
-            for part in (">>>", "Args:", "Returns:", "Raises:", "Source: notes/collectives/"):
-                assert part in value.__doc__, (name, part)
 
 
 #: Trainings, and the score that they exceed; of raw pixels, nearest neighbours have 71 %.
