@@ -107,6 +107,17 @@ def test_unequal_blocks(name, arguments):
             assert found.nbytes <= most if rooted else found.nbytes == most
 
 
+def test_unequal_blocks_of_all_to_all():
+    n = 3
+    matrix = [[(3 * r + 2 * s + 1) % 4 for s in range(n)] for r in range(n)]
+    received = [[matrix[s][r] for s in range(n)] for r in range(n)]
+    shapes = tuple((sum(row),) for row in matrix)
+    case = Case("all_to_all", shapes, {}, {"split_sizes": matrix, "concat_sizes": received}, dtype=torch.float32)
+    for found, most in zip(traffic(case), expected("all_to_all", {}, n, 0, 4 * 3), strict=True):
+        assert found.rounds == 1
+        assert 0 < found.nbytes <= most
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "reduce"])
 @pytest.mark.parametrize("op", ["max", "product"])
 def test_small_tensors_are_gathered_whole(name, op):
