@@ -171,6 +171,8 @@ DIFFERING = [
     lambda odd: dc.split(x_(3) * (1 + 0.01 * odd)),
     lambda odd: dc.sum_gradients([x_(2), x_(2) + odd]),
     lambda odd: dc.split(torch.tensor([5, 2**60 + odd, 7])),
+    lambda odd: dc.split(torch.tensor([5, 2 + odd, 7]).to(torch.uint16)),
+    lambda odd: dc.split(torch.tensor([5, 2 + 6 * odd, 7]).to(torch.float8_e4m3fn)),
     lambda odd: dc.split(torch.tensor([float("nan"), 2.0, float("nan") if odd else 3.0])),
 ]
 

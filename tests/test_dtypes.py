@@ -86,6 +86,18 @@ def test_a_dtype_works_or_is_an_error_of_its_own_rank(run, dtypes):
 
 
 @runs_on("rules", "gloo")
+def test_half_precisions_are_added_up_in_single(run):
+    def body(r):
+        # each rank's numbers at another place, so that some element shows it whatever the order of the sum
+        big = torch.tensor([60000.0, 60000.0, -60000.0], dtype=torch.float16).roll(r)
+        # 256 + 1 is 256 in bfloat16: successive sums in bfloat16 would lose the ones
+        small = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16).roll(r)
+        return dc.all_reduce(big).tolist(), dc.all_reduce(small).tolist()
+
+    assert run(body, range(N)) == [([60000] * N, [258] * N)] * N
+
+
+@runs_on("rules", "gloo")
 def test_layouts_that_differ_from_rank_to_rank(run):
     """Ranks may use different layouts of the same shape: values are sent, not memory."""
     calls = {"all_reduce": (), "broadcast": (1,), "shift": (), "all_to_all": (2, 1), "scan": ()}
