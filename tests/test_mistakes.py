@@ -80,7 +80,7 @@ OF_X = [
 
 # ── every argument of every collective that has it ───────────────────────────────────────────────────────
 
-#: What stands there in a call with outputs, in torch.distributed's order; an integer could be taken for an index.
+#: The input, where torch.distributed's functions that fill outputs take it; a tensor of one integer is an index, too.
 OUTPUTS = raising(TypeError, X, [X], torch.tensor(0), (torch.tensor([0]),))
 FLAG = raising(TypeError, "no", 1, None)
 DIM = [*raising(TypeError, "0", 0.0, True, GROUP), *raising(ValueError, 2, -3), *OUTPUTS]
