@@ -82,11 +82,6 @@ def _with(shape: Shape, dim: int, size: int) -> Shape:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _some(draw: Draw, **arguments: list[Any]) -> dict[str, Any]:
-    """Draw a value for each argument, from the values listed for it."""
-    return {key: draw(st.sampled_from(values)) for key, values in arguments.items()}
-
-
 def _sizes(draw: Draw, n: int) -> list[int]:
     return list(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
 
@@ -97,18 +92,25 @@ _ORDERED = ["max", "min"]  # not defined for complex numbers
 _OPS = [*REDUCTIONS]
 
 
-def _same(**arguments: Any) -> Callable[[Draw, int], _Call]:
-    """Blocks of one shape, and a value for each argument of those listed, which may depend on the number of ranks."""
+def _with_arguments(shapes: Callable[[Draw, int], _Call], **listed: Any) -> Callable[[Draw, int], _Call]:
+    """Add a value for each argument, of those listed, which may depend on the number of ranks."""
 
     def call(draw: Draw, n: int) -> _Call:
-        listed = {key: values(n) if callable(values) else values for key, values in arguments.items()}
-        return [_shape(draw)] * n, _some(draw, **listed), {}
+        found, arguments, per_rank = shapes(draw, n)
+        for key, values in listed.items():
+            arguments = {**arguments, key: draw(st.sampled_from(values(n) if callable(values) else values))}
+        return found, arguments, per_rank
 
     return call
 
 
 def _ranks(n: int) -> list[int]:
     return list(range(n))
+
+
+def _same(draw: Draw, n: int) -> _Call:
+    """Blocks of one shape."""
+    return [_shape(draw)] * n, {}, {}
 
 
 def _gathered(draw: Draw, n: int) -> _Call:
@@ -123,13 +125,11 @@ def _gathered(draw: Draw, n: int) -> _Call:
     return [_with(shape, dim, size) for size in each], {"dim": dim, "sizes": each if form == "listed" else "auto"}, {}
 
 
-def _all_gather(draw: Draw, n: int) -> _Call:
+def _gathered_or_stacked(draw: Draw, n: int) -> _Call:
     if draw(st.booleans()):
-        shapes, arguments, _ = _gathered(draw, n)
-    else:
-        shape = _shape(draw)
-        shapes, arguments = [shape] * n, {"stack": True, "dim": _dim(draw, (*shape, 1))}
-    return shapes, {**arguments, **_some(draw, grad_placement=_GRAD_PLACEMENTS)}, {}
+        return _gathered(draw, n)
+    shape = _shape(draw)
+    return [shape] * n, {"stack": True, "dim": _dim(draw, (*shape, 1))}, {}
 
 
 def _cut(draw: Draw, n: int) -> _Call:
@@ -140,11 +140,6 @@ def _cut(draw: Draw, n: int) -> _Call:
         each = _sizes(draw, n)
         return [_with(shape, dim, sum(each))] * n, {"dim": dim, "sizes": each}, {}
     return [_with(shape, dim, n * draw(st.integers(0, 2)))] * n, {"dim": dim}, {}
-
-
-def _reduce_scatter(draw: Draw, n: int) -> _Call:
-    shapes, arguments, _ = _cut(draw, n)
-    return shapes, {**arguments, **_some(draw, op=_OPS)}, {}
 
 
 def _all_to_all(draw: Draw, n: int) -> _Call:
@@ -164,16 +159,6 @@ def _all_to_all(draw: Draw, n: int) -> _Call:
     return shapes, dims, {"split_sizes": [to] * n, "concat_sizes": ["auto" if auto else offered] * n}
 
 
-def _gather(draw: Draw, n: int) -> _Call:
-    shapes, arguments, _ = _gathered(draw, n)
-    return shapes, {**arguments, **_some(draw, dst=list(range(n)))}, {}
-
-
-def _scatter(draw: Draw, n: int) -> _Call:
-    shapes, arguments, _ = _cut(draw, n)
-    return shapes, {**arguments, **_some(draw, src=list(range(n)))}, {}
-
-
 def _permute(draw: Draw, n: int) -> _Call:
     """Each rank at most once on each side."""
     count = draw(st.integers(0, n))
@@ -182,17 +167,17 @@ def _permute(draw: Draw, n: int) -> _Call:
 
 
 _CALLS: dict[str, Callable[[Draw, int], _Call]] = {
-    "all_reduce": _same(op=_OPS, grad_placement=_GRAD_PLACEMENTS),
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _with_arguments(_same, op=_OPS, grad_placement=_GRAD_PLACEMENTS),
+    "all_gather": _with_arguments(_gathered_or_stacked, grad_placement=_GRAD_PLACEMENTS),
+    "reduce_scatter": _with_arguments(_cut, op=_OPS),
     "all_to_all": _all_to_all,
-    "broadcast": _same(src=_ranks, grad_placement=_GRAD_PLACEMENTS),
-    "reduce": _same(dst=_ranks, op=_OPS),
-    "gather": _gather,
-    "scatter": _scatter,
+    "broadcast": _with_arguments(_same, src=_ranks, grad_placement=_GRAD_PLACEMENTS),
+    "reduce": _with_arguments(_same, dst=_ranks, op=_OPS),
+    "gather": _with_arguments(_gathered, dst=_ranks),
+    "scatter": _with_arguments(_cut, src=_ranks),
     "permute": _permute,
-    "shift": _same(offset=lambda n: list(range(-n - 1, n + 2)), wrap=[True, False]),
-    "scan": _same(reverse=[True, False], exclusive=[True, False]),
-    "sum_gradients": _same(),
+    "shift": _with_arguments(_same, offset=lambda n: list(range(-n - 1, n + 2)), wrap=[True, False]),
+    "scan": _with_arguments(_same, reverse=[True, False], exclusive=[True, False]),
+    "sum_gradients": _same,
     "split": _cut,
 }

@@ -1,10 +1,10 @@
 """Check mode: where ranks disagree about a call, all of them raise one error, and the group works afterwards."""
 
+import inspect
+import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import properties
@@ -15,12 +15,12 @@ from runs import gloo, refusal, runs_on, truth
 from torch.distributed.tensor import Partial, Replicate
 
 import diffcoll as dc
+from diffcoll.collectives import COLLECTIVES
 from diffcoll.core import check_mode
 from diffcoll.testing import cases, simulate
 
 N = 3
 DTYPES = [torch.float32, torch.float32, torch.int32]
-RING = [(0, 1), (1, 2), (2, 0)]
 
 
 def x_(*shape):
@@ -58,85 +58,90 @@ def second_order_of_one(odd):
     backward(g if odd else y)
 
 
-class Disagreement(NamedTuple):
-    """A call that differs on rank 1, where `odd` is true, and what rank 1's line of the error names."""
-
-    call: Callable[[bool], object]
-    named: str
-
-
-def inputs(call, usual, odd, named, **more):
-    """A call of another x on rank 1."""
-    return Disagreement(lambda is_odd: wait(call(odd if is_odd else usual, **more)), named)
-
-
-def argument(call, shape, name, usual, odd, named=None, **more):
-    """A call with another value of one argument on rank 1."""
-
-    def calls(is_odd):
-        return wait(call(x_(*shape), **{name: odd if is_odd else usual}, **more))
-
-    return Disagreement(calls, named or f"{name}={tuple(odd) if isinstance(odd, list) else odd!r}")
-
-
-DISAGREEMENTS = [
+#: Calls of another x on rank 1: collective, the usual x, the odd one, and the other arguments.
+INPUTS = [
     # dtypes and shapes; of as many numbers, too
-    inputs(dc.all_reduce, x_(3), x_(4), "(4,)"),
-    inputs(dc.all_reduce, x_(3, 2), x_(2, 3), "(2, 3)"),
-    inputs(dc.all_reduce, x_(3, 2), x_(2, 3), "2, 3)", op="max"),
-    inputs(dc.reduce, x_(1)[0], x_(1), "max", dst=1, op="max"),
-    inputs(dc.all_gather, x_(2, 3), x_(2, 4), "(2, 4)", sizes=[2, 2, 2]),
-    inputs(dc.gather, x_(1), x_(1)[0], "stacked", sizes=[1, 1, 1]),
-    inputs(dc.broadcast, x_(3), x_(3).float(), "float32"),
-    inputs(dc.all_reduce, x_(3).half(), x_(3).bfloat16(), "bfloat16", op="mean"),
-    inputs(dc.all_to_all, x_(3), x_(6), "split_sizes=(2, 2, 2)"),
-    inputs(dc.all_to_all, x_(3, 4), x_(3, 2), "(3, 2)"),
-    Disagreement(lambda odd: dc.all_gather(x_(3) if odd else x_(1, 3), stack=odd), "stacked"),
-    Disagreement(lambda odd: torch.vmap(lambda x: dc.all_reduce(x_(3) if odd else x) + x)(x_(2, 3)), "(3,)"),
-    # every argument
-    argument(dc.all_reduce, (3,), "op", "sum", "max", "max"),
-    argument(dc.reduce_scatter, (3,), "op", "sum", "avg", "mean"),
-    argument(dc.reduce_scatter, (3,), "op", "product", "max", "max"),
-    argument(dc.reduce, (3,), "op", "min", "logsumexp", "logsumexp", dst=1),
-    argument(dc.all_gather, (3, 3), "dim", 0, 1),
-    argument(dc.all_gather, (2,), "sizes", [2, 2, 2], [1, 2, 2], "(1, 2, 2)"),
-    argument(dc.all_gather, (2,), "sizes", [2, 2, 2], "auto", "all_gather("),
-    argument(dc.reduce_scatter, (3,), "sizes", None, [0, 1, 2], "(0, 1, 2)"),
-    argument(dc.gather, (2,), "sizes", [2, 2, 2], [1, 2, 3], "(1, 2, 3)"),
-    argument(dc.scatter, (6,), "sizes", [2, 2, 2], [1, 2, 3], "(1, 2, 3)"),
-    argument(dc.gather_batch, (3,), "sizes", [3, 3, 3], [2, 3, 2], "2"),
-    argument(dc.broadcast, (3,), "src", 0, 2),
-    argument(dc.scatter, (3,), "src", 0, 2),
-    argument(dc.reduce, (3,), "dst", 0, 1),
-    argument(dc.gather, (3,), "dst", 0, 1),
-    argument(dc.permute, (3,), "pairs", RING, RING[:2]),
-    argument(dc.shift, (3,), "offset", 1, 2, "pairs=((0, 2)"),
-    argument(dc.scan, (3,), "reverse", False, True),
-    argument(dc.scan, (3,), "exclusive", False, True),
-    argument(dc.all_reduce, (3,), "grad_placement", "partial", "replicate", "replicate"),
-    argument(dc.all_reduce, (3,), "grad_placement", "partial", "replicate", "replicate", op="max"),
-    argument(dc.all_reduce, (3,), "async_op", False, True),
-    argument(dc.all_to_all, (3, 3), "split_dim", 0, 1, concat_dim=0),
-    argument(dc.all_to_all, (3, 2), "split_sizes", [1, 1, 1], [0, 1, 2], split_dim=0, concat_dim=1),
-    argument(dc.all_to_all, (3,), "concat_sizes", [1, 1, 1], [1, 1, 2], split_sizes=[1, 1, 1]),
+    (dc.all_reduce, x_(3), x_(4), {}),
+    (dc.all_reduce, x_(3, 2), x_(2, 3), {}),
+    (dc.all_reduce, x_(3, 2), x_(2, 3), {"op": "max"}),
+    (dc.reduce, x_(1)[0], x_(1), {"dst": 1, "op": "max"}),
+    (dc.all_gather, x_(2, 3), x_(2, 4), {"sizes": [2, 2, 2]}),
+    (dc.gather, x_(1), x_(1)[0], {"sizes": [1, 1, 1]}),
+    (dc.broadcast, x_(3), x_(3).float(), {}),
+    (dc.all_reduce, x_(3).half(), x_(3).bfloat16(), {"op": "mean"}),
+    (dc.all_to_all, x_(3), x_(6), {}),
+    (dc.all_to_all, x_(3, 4), x_(3, 2), {}),
     # trees
-    inputs(dc.all_reduce, [x_(3)], [x_(3), x_(3)], "x[1]: torch.float64 (3,)"),
-    inputs(dc.all_gather, [x_(3)], x_(3), "all_gather("),
-    inputs(dc.broadcast, {"b": x_(3), "a": x_(3)}, {"b": x_(3), "c": x_(3)}, "x['c']"),
-    inputs(dc.all_reduce, {"a": x_(2), "b": x_(3)}, {"a": x_(3), "b": x_(2)}, "x['a']: torch.float64 (3,)", op="max"),
-    inputs(dc.all_gather, [x_(2), x_(3)], [x_(3), x_(2)], "x[0]: torch.float64 (3,)"),
-    inputs(dc.all_gather, [x_(2, 4, 3)], [x_(2, 3, 4)], "(-1, 3, 4)", sizes=[2, 2, 2]),
-    inputs(dc.sum_gradients, [x_(2), x_(2).long()], [x_(2), x_(2).float()], "torch.float32"),
-    Disagreement(lambda odd: dc.all_gather([x_(3, 3)], int(odd)), "along dim 1"),
-    Disagreement(lambda odd: dc.all_gather([x_(3, 3)], stack=odd), "(1, 3, 3) along dim 0"),
+    (dc.all_reduce, [x_(3)], [x_(3), x_(3)], {}),
+    (dc.all_gather, [x_(3)], x_(3), {}),
+    (dc.broadcast, {"b": x_(3), "a": x_(3)}, {"b": x_(3), "c": x_(3)}, {}),
+    (dc.all_reduce, {"a": x_(2), "b": x_(3)}, {"a": x_(3), "b": x_(2)}, {"op": "max"}),
+    (dc.all_gather, [x_(2), x_(3)], [x_(3), x_(2)], {}),
+    (dc.all_gather, [x_(2, 4, 3)], [x_(2, 3, 4)], {"sizes": [2, 2, 2]}),
+    (dc.sum_gradients, [x_(2), x_(2).long()], [x_(2), x_(2).float()], {}),
+]
+FLAG = (False, True)
+RING = [(0, 1), (1, 2), (2, 0)]
+#: What arguments are on the other ranks and on rank 1, of every collective that has them.
+ARGUMENTS = {
+    "async_op": [FLAG],
+    "concat_dim": [(0, 1)],
+    "dim": [(0, 1)],
+    "dst": [(0, 1)],
+    "exclusive": [FLAG],
+    "grad_placement": [("partial", "replicate")],
+    "offset": [(1, 2)],
+    "op": [("sum", "max"), ("sum", "avg"), ("product", "max"), ("min", "logsumexp")],
+    "pairs": [(RING, RING[:2])],
+    "reverse": [FLAG],
+    "split_dim": [(0, 1)],
+    "src": [(0, 2)],
+    "stack": [FLAG],
+    "wrap": [FLAG],
+}
+
+
+def calls_of(name):
+    f = getattr(dc, name)
+    needed = {"pairs": RING} if name == "permute" else {}
+    for argument in inspect.signature(f).parameters:
+        for both in ARGUMENTS.get(argument, []):
+            yield lambda odd, argument=argument, both=both: f(x_(3, 3), **{**needed, argument: both[odd]})
+
+
+TREE = {"a": x_(3), "b": [x_(3).float()]}
+#: Calls that are made of others, or take trees: on rank 1 there is another collective instead.
+COMPOSED = [
+    *(partial(f, TREE) for f in (dc.all_reduce, dc.all_gather, dc.broadcast, dc.sum_gradients)),
+    *(partial(f, x_(3), sizes="auto") for f in (dc.all_gather, dc.gather)),
+    partial(dc.all_gather, TREE, sizes="auto"),
+    partial(dc.all_to_all, x_(3), split_sizes=[1, 1, 1], concat_sizes="auto"),
+    partial(dc.global_mean, x_(3)),
+    partial(dc.gather_batch, x_(3)),
+    lambda: list(dc.ring(x_(3))),
+    partial(dc.halo_exchange, x_(3), 0, 1, 1),
+]
+#: Calls that differ on rank 1, where `odd` is true.
+DISAGREEMENTS = [
+    *(lambda odd, call=call: dc.broadcast(x_(7)) if odd else call() for call in COMPOSED),
+    *(lambda odd, f=f, xs=xs, more=more: f(xs[odd], **more) for f, *xs, more in INPUTS),
+    *(call for name in COLLECTIVES for call in calls_of(name)),
+    *(lambda odd, f=f: f(x_(2), sizes=[2, 2, 2 + odd]) for f in (dc.all_gather, dc.gather, dc.gather_batch)),
+    *(lambda odd, f=f: f(x_(3), sizes=[1 - odd, 1, 1 + odd]) for f in (dc.reduce_scatter, dc.scatter, dc.split)),
+    lambda odd: dc.all_gather(x_(2), sizes="auto" if odd else [2, 2, 2]),
+    lambda odd: dc.all_to_all(x_(3, 2), 0, 1, split_sizes=[1 - odd, 1, 1 + odd]),
+    lambda odd: dc.all_to_all(x_(3), split_sizes=[1, 1, 1], concat_sizes=[1, 1, 1 + odd]),
+    lambda odd: dc.all_reduce(x_(3), "max", grad_placement="replicate" if odd else "partial"),
+    lambda odd: dc.all_gather(x_(3) if odd else x_(1, 3), stack=odd),
+    lambda odd: torch.vmap(lambda x: dc.all_reduce(x_(3) if odd else x) + x)(x_(2, 3)),
+    lambda odd: dc.all_gather([x_(3, 3)], int(odd)),
+    lambda odd: dc.all_gather([x_(3, 3)], stack=odd),
     # backward
-    Disagreement(
-        lambda odd: backward(*[f(x_(3)) for f in (dc.all_reduce, dc.scan)][: 2 - odd]), "backward of call 2, all_reduce"
-    ),
-    Disagreement(uses_another_result, "backward of call 3, all_reduce"),
-    Disagreement(uses_another_wait, "backward of call 3, all_gather"),
-    Disagreement(forward_or_backward, "call 3: all_reduce("),
-    Disagreement(second_order_of_one, "second-order backward of call 2, all_reduce"),
+    lambda odd: backward(*[f(x_(3)) for f in (dc.all_reduce, dc.scan)][: 2 - odd]),
+    uses_another_result,
+    uses_another_wait,
+    forward_or_backward,
+    second_order_of_one,
 ]
 
 
@@ -145,17 +150,15 @@ def test_disagreements(run):
     def body(r):
         texts = []
         with dc.check_mode():
-            for i, (call, _) in enumerate(DISAGREEMENTS):
-                texts.append(refusal(dc.CollectiveMismatchError, call, r == 1))
+            for i, call in enumerate(DISAGREEMENTS):
+                texts.append(refusal(dc.CollectiveMismatchError, lambda odd, call=call: wait(call(odd)), r == 1))
                 assert dc.all_reduce(torch.tensor([r])).tolist() == [3], i  # the group works
         return texts
 
-    for (_, named), texts in zip(DISAGREEMENTS, zip(*run(body, range(N)), strict=True), strict=True):
+    for texts in zip(*run(body, range(N)), strict=True):
         assert len({*texts}) == 1, texts
-        lines = texts[0].splitlines()[-N:]
-        assert [line.split(":")[0] for line in lines] == [f"  rank {r}" for r in range(N)]
-        assert all(f" at {__file__}:" in line for line in lines), texts[0]
-        assert named in lines[1], (named, texts[0])
+        calls = re.findall(rf"^  rank \d: (.*) at {__file__}:\d+(.*)$", texts[0], re.MULTILINE)
+        assert len(calls) == N and calls[1] != calls[0], texts[0]
 
 
 #: Declared replicated, with values that differ on rank 1; where `odd` is false on all ranks, nothing is raised.
@@ -168,6 +171,8 @@ DIFFERING = [
     lambda odd: dc.split(x_(3) * (1 + 0.01 * odd)),
     lambda odd: dc.sum_gradients([x_(2), x_(2) + odd]),
     lambda odd: dc.split(torch.tensor([5, 2**60 + odd, 7])),
+    lambda odd: dc.split(torch.tensor([5, 2 + odd, 7]).to(torch.uint16)),
+    lambda odd: dc.split(torch.tensor([5, 2 + 6 * odd, 7]).to(torch.float8_e4m3fn)),
     lambda odd: dc.split(torch.tensor([float("nan"), 2.0, float("nan") if odd else 3.0])),
 ]
 
@@ -187,59 +192,29 @@ def test_replicated_values_are_compared(run):
     assert run(body, range(N)) == [3] * N
 
 
-TREE = {"a": x_(3), "b": [x_(3).float()]}
-#: A call of each collective and reduction, now and later; of each that takes a tree or asks for sizes; and the rest.
-EVERY_CALL = [
-    *(lambda r, case=case: case.call(case.x(r, 0), r) for case in properties.once(cases.table(N))),
-    *(lambda r, f=f: f(TREE) for f in (dc.all_reduce, dc.all_gather, dc.broadcast, dc.sum_gradients)),
-    *(lambda r, f=f: f(x_(3), sizes="auto") for f in (dc.all_gather, dc.gather)),
-    lambda r: dc.all_gather(TREE, sizes="auto"),
-    lambda r: dc.all_to_all(x_(3), split_sizes=[1, 1, 1], concat_sizes="auto"),
-    lambda r: dc.global_mean(x_(3)),
-    lambda r: dc.gather_batch(x_(3)),
-    lambda r: list(dc.ring(x_(3))),
-    lambda r: dc.halo_exchange(x_(3), 0, 1, 1),
-]
-
-
-@runs_on("rules", "gloo")
-def test_every_call_is_compared(run):
-    """With another collective on rank 1, before any data is sent."""
-
-    def body(r):
-        with dc.check_mode():
-            for i, call in enumerate(EVERY_CALL):
-                refusal(dc.CollectiveMismatchError, (lambda r: dc.broadcast(x_(7))) if r == 1 else call, r)
-                assert dc.all_reduce(torch.tensor([r])).tolist() == [3], i
-
-    run(body, range(N))
-
-
 numpy_1 = np.int64(1)
 SQUARE = torch.arange(9.0).reshape(3, 3)
 #: The same call, spelled differently on every rank.
 SPELLINGS = [
-    [lambda x: dc.broadcast(x, 1), lambda x: dc.broadcast(x, numpy_1)],
-    [lambda x: dc.split(SQUARE, 1), lambda x: dc.split(SQUARE, numpy_1)],
-    [lambda x: dc.split(SQUARE, 1, sizes=[1, 1, 1]), lambda x: dc.split(SQUARE, -1, sizes=(1, numpy_1, 1))],
+    [partial(dc.broadcast, src=1, grad_placement=placement) for placement in ("partial", Partial())],
+    [partial(dc.all_gather, grad_placement=placement) for placement in ("replicate", Replicate())],
+    [
+        lambda x: dc.split(SQUARE, 1, sizes=[1, 1, 1]),
+        lambda x: dc.split(SQUARE, -1, sizes=(1, numpy_1, torch.tensor(1))),
+    ],
     [lambda x: dc.permute(x, [(0, 1), (2, 0)]), lambda x: dc.permute(x, ((2, 0), [0, numpy_1]))],
     [lambda x: dc.shift(x, 1), lambda x: dc.shift(x, -2), lambda x: dc.shift(x, 4)],
     [lambda x: dc.shift(x, 3, wrap=False), lambda x: dc.shift(x, -5, wrap=False)],
     [lambda x: dc.shift(x, 0), lambda x: dc.shift(x, 0, wrap=False), lambda x: dc.shift(x, 3)],
-    [lambda x: dc.all_gather(x, 0, sizes=[3, 3, 3]), lambda x: dc.all_gather(x, -2, sizes=(3, 3, np.int64(3)))],
     [lambda x: dc.all_gather(x, 2, stack=True), lambda x: dc.all_gather(x, -1, stack=True)],
-    [lambda x: dc.all_gather([x, x[0]])[1], lambda x: dc.all_gather((x, x[0]))[1]],
+    [lambda x: dc.all_gather([x, x[0]])[1], lambda x: dc.all_gather((x, x[0]), sizes=None)[1]],
     [lambda x: dc.gather(x), lambda x: dc.gather(x, sizes=[3, 3, 3])],
     [lambda x: dc.scatter(x), lambda x: dc.scatter(x, dim=-2, sizes=(1, 1, 1))],
     [lambda x: dc.all_to_all(x), lambda x: dc.all_to_all(x, 0, -2, split_sizes=[1] * 3, concat_sizes=(1, 1, 1))],
     [partial(dc.all_reduce, op=op) for op in ("mean", "avg", dist.ReduceOp.AVG)],
     [partial(dc.all_reduce, op=op) for op in ("sum", dist.ReduceOp(dist.ReduceOp.SUM))],
     [partial(dc.all_reduce, op=op) for op in ("min", dist.ReduceOp.MIN)],
-    [partial(dc.all_reduce, op=op) for op in ("product", "prod", dist.ReduceOp.PRODUCT)],
-    [lambda x: dc.all_reduce(x, grad_placement="replicate"), lambda x: dc.all_reduce(x, grad_placement=Replicate())],
-    [lambda x: dc.all_gather(x, grad_placement=Replicate()), lambda x: dc.all_gather(x, grad_placement="replicate")],
-    [lambda x: dc.broadcast(x, grad_placement="partial"), lambda x: dc.broadcast(x, grad_placement=Partial())],
-    [lambda x: dc.reduce(x, 1, "prod"), lambda x: dc.reduce(x, numpy_1, dist.ReduceOp.PRODUCT)],
+    [partial(dc.reduce, dst=dst, op=op) for dst, op in ((1, "product"), (numpy_1, "prod"), (1, dist.ReduceOp.PRODUCT))],
     [lambda x: dc.reduce_scatter(x, "max", -2), lambda x: dc.reduce_scatter(x, dist.ReduceOp.MAX)],
     [lambda x: dc.all_reduce({"a": x, "b": x[0]})["b"], lambda x: dc.all_reduce(OrderedDict(b=x[0], a=x))["b"]],
 ]
@@ -248,7 +223,7 @@ SPELLINGS = [
 @runs_on("rules", "gloo", "truth")
 def test_another_spelling_is_no_disagreement(run):
     def body(r):
-        x = torch.arange(9.0).reshape(3, 3).roll(r) * (r + 1)
+        x = SQUARE.roll(r) * (r + 1)
         expected = [calls[0](x) for calls in SPELLINGS]
         with dc.check_mode(run is not truth):
             return expected, [calls[r % len(calls)](x) for calls in SPELLINGS]

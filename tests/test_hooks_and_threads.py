@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import gloo, rules, runs_on, truth
-from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
 
@@ -33,28 +32,6 @@ def test_a_collective_in_a_hook(run):
     for r, (g, gathered) in enumerate(found):
         assert torch.equal(g, 2 * torch.tensor([1.0, 2.0 + r]) * 10)
         assert torch.equal(gathered, torch.cat([found[0][0], found[1][0]]))
-
-
-@runs_on("rules", "gloo", "mpi")
-def test_a_backward_in_a_backward(run):
-    """As in reentrant checkpoints and in hooks."""
-
-    def body(r):
-        x = torch.tensor([1.0, 2.0 + r], requires_grad=True)
-
-        def inner(g):
-            v = torch.ones(2, requires_grad=True)
-            with torch.enable_grad():
-                (dc.all_reduce(v) * (r + 1)).sum().backward()
-            return g * v.grad
-
-        y = checkpoint(lambda x: dc.all_reduce(x.sin()), x, use_reentrant=True)
-        y.register_hook(inner)
-        ((r + 1) * y).sum().backward()
-        return x.grad
-
-    for r, g in enumerate(run(body, range(N))):
-        assert torch.allclose(g, 9 * torch.tensor([1.0, 2.0 + r]).cos())
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

@@ -102,15 +102,10 @@ def test_only_these_modules_run_maps():
 # ── what `import diffcoll` imports ───────────────────────────────────────────────────────────────────────
 
 
-def in_a_fresh_process(code):
-    """Return what the code prints in an interpreter that has imported torch."""
-    return python("-c", "import sys, torch\n" + code).stdout.split()
-
-
 def test_importing_imports_the_collectives_alone():
     """No module outside of the library that torch has not imported, and none that most programs do not use."""
-    code = "before = set(sys.modules)\nimport diffcoll\nprint(*sorted(set(sys.modules) - before))"
-    imported = in_a_fresh_process(code)
+    code = "import sys, torch\nbefore = set(sys.modules)\nimport diffcoll\nprint(*sorted(set(sys.modules) - before))"
+    imported = python("-c", code).stdout.split()
     assert [name for name in imported if name.split(".")[0] != "diffcoll"] == []
     assert {name.split(".")[1] for name in imported if "." in name} == {"collectives", "core", "engines"}
     assert {"diffcoll.engines.mpi", "diffcoll.core.compiled"}.isdisjoint(imported)
@@ -118,7 +113,7 @@ def test_importing_imports_the_collectives_alone():
 
 def test_deferred_names_are_imported_at_first_use():
     """As by a star import, which needs all of them."""
-    in_a_fresh_process("import diffcoll\nfrom diffcoll import *\nassert set(diffcoll.__all__) <= set(globals())")
+    python("-c", "import diffcoll\nfrom diffcoll import *\nassert set(diffcoll.__all__) <= set(globals())")
 
 
 def test_helpers_of_tests_have_names_of_their_own():

@@ -3,15 +3,14 @@
 import inspect
 import re
 import traceback
-from pathlib import Path
 
 import pytest
 from releases import compiles
+from runs import ROOT
 
 import diffcoll
 from diffcoll.collectives import COLLECTIVES
 
-ROOT = Path(diffcoll.__file__).parent.parent
 NOTES = ROOT / "notes"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
@@ -64,24 +63,11 @@ def test_examples_run(page):
     run_blocks(NOTES / page)
 
 
-def of_collective(name):
-    """Return what the page of all collectives has below the name of one."""
-    text = (NOTES / "collectives" / "collectives.md").read_text(encoding="utf-8")
-    (section,) = re.findall(rf"^## {name}\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
-    return section
-
-
-def test_the_collectives_in_order():
-    text = (NOTES / "collectives" / "collectives.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## (.*)$", prose(text), re.MULTILINE) == [*COLLECTIVES, "Source"]
-    rows = re.findall(r"^\| (\w+) \| \[(\w+)\.py\]\(\.\./\.\./diffcoll/collectives/(\w+)\.py\)", text, re.MULTILINE)
-    assert rows == [(name,) * 3 for name in COLLECTIVES]
-
-
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_note_rule_and_truth_go_together(name):
     """The signature, the formulas of the rule's header, a program that calls it, and the formulas in the index."""
-    section = of_collective(name)
+    page = (NOTES / "collectives" / "collectives.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## {name}\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
     signature = inspect.signature(getattr(diffcoll, name))
     empty = inspect.Parameter.empty
     bare = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import tarfile
 import zipfile
 
 import pytest
@@ -11,45 +10,28 @@ from test_notes import blocks
 
 import diffcoll
 
-BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])('dist')"
-
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    """A copy of what git tracks."""
-    tree = tmp_path_factory.mktemp("tree")
+def built(tmp_path_factory):
+    """The wheel, and the names of what git tracks, of which it is built."""
+    pytest.importorskip("setuptools", minversion="77")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     names = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    tree = tmp_path_factory.mktemp("tree")
     for name in names:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes((ROOT / name).read_bytes())
-    return tree, names
+    (tree / "dist").mkdir()
+    python("-W", "ignore", "-c", "from setuptools import build_meta; build_meta.build_wheel('dist')", cwd=tree)
+    (wheel,) = (tree / "dist").glob("*.whl")
+    return wheel, names
 
 
-@pytest.fixture(scope="module")
-def built(tree):
-    """The source distribution and the wheel."""
-    pytest.importorskip("setuptools", minversion="77")
-    folder, _ = tree
-    (folder / "dist").mkdir()
-    for kind in "build_sdist", "build_wheel":
-        python("-W", "ignore", "-c", BUILD, kind, cwd=folder)
-    return folder / "dist"
-
-
-def test_the_source_distribution_has_all_that_git_has(tree, built):
-    _, names = tree
-    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
-        found = {name.partition("/")[2] for name in archive.getnames()}
-    private = re.compile(r"\.|.*/\.")  # .ci, .gitignore
-    assert {name for name in names if not private.match(name)} <= found
-
-
-def test_the_wheel_has_the_library_alone(tree, built):
-    _, names = tree
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+def test_the_wheel_has_the_library_alone(built):
+    path, names = built
+    with zipfile.ZipFile(path) as wheel:
         found = {name for name in wheel.namelist() if ".dist-info/" not in name}
         metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))).decode()
     assert found == {name for name in names if name.startswith("diffcoll/")}
@@ -61,7 +43,7 @@ def test_the_wheel_has_the_library_alone(tree, built):
 def test_a_newcomer(built, tmp_path):
     """Installs the wheel, and runs README and the three tutorials as they stand, one after the other."""
     installed = tmp_path / "installed"
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+    with zipfile.ZipFile(built[0]) as wheel:
         wheel.extractall(installed)
     pages = [ROOT / "README.md", *(ROOT / "notes" / "start").glob("*-*.md")]
     assert len(pages) == 4

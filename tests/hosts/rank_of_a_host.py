@@ -44,13 +44,13 @@ def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     model = nn.Linear(3, 4)
     averager = dc.GradientAverager(model)
-    outcome = {"error": None}
+    found = None
     try:
         for step in range(4):
             train(model, averager, step)
     except dc.CollectiveFailedError as error:
-        outcome = {"error": str(error)}
-    print(json.dumps({**outcome, "at": time.monotonic()}), flush=True)
+        found = str(error)
+    print(json.dumps({"error": found, "at": time.monotonic()}), flush=True)
 
 
 main()

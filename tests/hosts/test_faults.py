@@ -22,15 +22,15 @@ WHERE = {
 @pytest.mark.parametrize("victim", [0, 2])  # rank 0 serves the store
 @pytest.mark.parametrize("fault", ["cable", "kill"])
 @pytest.mark.parametrize("where", WHERE)
-def test_a_fault(network, where, fault, victim, tmp_path):
-    common = {"WORLD_SIZE": f"{len(network.hosts)}", "MASTER_ADDR": network.hosts[0].address, "MASTER_PORT": "29400"}
+def test_a_fault(hosts, where, fault, victim, tmp_path):
+    common = {"WORLD_SIZE": f"{len(hosts)}", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29400"}
     command = sys.executable, PROGRAM, where, victim, tmp_path
-    ranks = [host.start(*command, environment={**common, "RANK": f"{r}"}) for r, host in enumerate(network.hosts)]
+    ranks = [host.start(*command, environment={**common, "RANK": f"{r}"}) for r, host in enumerate(hosts)]
     limit = time.monotonic() + 60
     while not (tmp_path / "here").exists():
         assert time.monotonic() < limit and all(rank.poll() is None for rank in ranks)
         time.sleep(0.01)
-    network.hosts[victim].pull() if fault == "cable" else ranks[victim].kill()
+    hosts[victim].pull() if fault == "cable" else ranks[victim].kill()
     (tmp_path / "go").touch()
     begin = time.monotonic()
     if fault == "kill":
