@@ -74,10 +74,10 @@ def killer(tree: Path, arguments: list[str], limit: float) -> tuple[str | None, 
         text = output.read()
     if status == 0:
         return None, text[-500:]
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?(?:::.+?)?)(?: - .*)?$", text, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", text, re.MULTILINE)
     if failed:
         return failed[-1], text[-2000:]
-    if status in (3, 4, 5):
+    if status in (2, 3, 4, 5):  # 2: a file could not be collected
         return NOT_RUN, text[-2000:]
     started = re.findall(r"^(\S+::[^\n]*?)(?: (?:PASSED|SKIPPED|XFAIL).*)?$", text, re.MULTILINE)
     how = "hangs" if status in (None, 1) else f"exit {status}"
