@@ -118,8 +118,11 @@ class C10dEngine(MessageEngine):
         if group is None or not is_needed or is_capturing():  # what ranks exchange in a capture does not change anyway
             return self._cpu or self
         self._has_tried_cpu = True
+        if self.size == 1:  # which sends nothing
+            self._cpu = C10dEngine(group, backends={"cpu": "gloo"})
+            return self._cpu
         device, backend = next(iter(self.backends.items()))
-        own, failure = of_backend(gloo_twin_of, group, device) if self.size > 1 else (group, "")  # sends nothing
+        own, failure = of_backend(gloo_twin_of, group, device)
         if own is not None:
             self._cpu = C10dEngine(group, own, {"cpu": "gloo"})
         elif self.rank == 0:

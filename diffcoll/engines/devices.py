@@ -60,8 +60,8 @@ def is_capturing() -> bool:
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
-def synchronize_all() -> None:
-    """Wait for what any stream of the accelerator has queued, if this process uses it."""
+def synchronize_streams() -> None:
+    """Wait for what any stream of the accelerator's current device has queued, if this process uses it."""
     kind = accelerator_type()
     if kind is not None and getattr(_module(kind), "is_initialized", bool)():
         torch.accelerator.synchronize()

@@ -1,5 +1,6 @@
 """Groups of torch.distributed: which calls are made, twins, numbers over the CPU, errors."""
 
+import gc
 import time
 import warnings
 import weakref
@@ -177,12 +178,18 @@ def test_numbers_are_sent_over_gloo_where_the_group_moves_no_tensors_of_the_cpu(
 
 
 def test_numbers_of_one_rank_are_on_the_cpu():
+    """And its group is freed when it is destroyed."""
+
     def body(r):
         control = without_cpu().control()
         y = dc.all_gather(torch.ones(3), sizes="auto")
-        return control.control_device.type, Control(control).numbers([4]), len(y)
+        found = control.devices, Control(control).numbers([4]), len(y)
+        group = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        gc.collect()
+        return *found, group()
 
-    assert spawn(body, range(1)) == [("cpu", [[4]], 3)]
+    assert spawn(body, range(1)) == [(("cpu",), [[4]], 3, None)]
 
 
 def test_numbers_over_gloo_have_the_timeout_of_the_group():

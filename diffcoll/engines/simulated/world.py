@@ -24,7 +24,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, Origin, message, not_run, within_backward
-from diffcoll.engines.devices import synchronize_all
+from diffcoll.engines.devices import synchronize_streams
 from diffcoll.engines.rank_state import THREAD, NotARankError, launched_as, outsiders, seed_rank
 from diffcoll.engines.simulated.state import State, shared_forward_mode
 
@@ -195,9 +195,9 @@ class World:
     def complete(self, meeting: Meeting, ranks: Sequence[int], combine: Combine) -> None:
         """Give each of these ranks its result, or call the meeting off if what they bring does not fit together."""
         try:
-            synchronize_all()  # each rank may be on a stream of its own
+            synchronize_streams()  # each rank may be on a stream of its own
             results = combine([meeting.entries[r].payload for r in ranks])
-            synchronize_all()
+            synchronize_streams()
         except CollectiveMismatchError as error:
             self.call_off([meeting], str(error) + _remedy(meeting.entries[ranks[0]].what))
         except Exception as error:
