@@ -27,15 +27,30 @@ from diffcoll.testing.cases import Case
 # Collectives that need a replicated input cannot take an arbitrary result.
 DRAWN = [name for name in COLLECTIVES if name not in ("sum_gradients", "split")]
 SEED = 3
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
 @dataclass(frozen=True)
 class Way:
-    """How one rank makes a call: the input's layout, whether it needs a gradient, and the order of a tree's keys."""
+    """How one rank makes a call: the input's layout, whether it needs a gradient, the order of a tree's keys.
+
+    And where it waits for what is in flight.
+    """
 
     layout: str = "contiguous"
     requires_grad: bool = True
     reverse: bool = False
+    place: str = ""
+
+    def waited(self, y):
+        """The result, as `finished` returns it, of what is in flight or not."""
+        if self.place in MODES and isinstance(y, dc.Pending):
+            with MODES[self.place]():
+                y.wait()
+        if self.place != "checkpoint":
+            return finished(y)
+        one = torch.ones((), dtype=torch.float64, requires_grad=True)
+        return checkpoint(lambda one: one * finished(y), one, use_reentrant=False)
 
 
 @dataclass(frozen=True)
@@ -63,9 +78,11 @@ class Step:
         x = LAYOUTS[way.layout](x if way.requires_grad else x.detach())
         if self.form == "tree":
             leaves = [("b", x), ("a", [x.sin()])]
-            return self.start(dict(leaves[:: -1 if way.reverse else 1]), r, group)
+            y = self.start(dict(leaves[:: -1 if way.reverse else 1]), r, group)
+            return partial(way.waited, y) if checkpoints else y
         if self.form != "checkpoint":
-            return self.start(x, r, group)
+            y = self.start(x, r, group)
+            return partial(way.waited, y) if checkpoints else y
 
         def part(x):
             return finished(self.start(x.sin(), r, group)).sin()
@@ -75,6 +92,8 @@ class Step:
 
 def finished(y):
     """The result, as one tensor, of a call that may be in flight and may be of a tree."""
+    if callable(y):
+        return y()
     y = y.wait() if isinstance(y, dc.Pending) else y
     return torch.cat([y["b"].reshape(-1), y["a"][0].reshape(-1)]) if isinstance(y, dict) else y
 
@@ -160,7 +179,13 @@ def check_nest(program, nest):
     nests.check(rules, [nest], of_rank, of_all, [x.detach() for x in program.inputs()], what=program)
 
 
-ways = st.builds(Way, st.sampled_from(list(LAYOUTS)), st.sampled_from([True, True, False]), st.booleans())
+ways = st.builds(
+    Way,
+    st.sampled_from(list(LAYOUTS)),
+    st.sampled_from([True, True, False]),
+    st.booleans(),
+    st.sampled_from(["", *MODES, "checkpoint"]),
+)
 
 
 @st.composite

@@ -15,7 +15,8 @@ from torch import Tensor
 from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.maps import AllReduce
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import Op, steps
+from diffcoll.core.reduce_calls import reduced
+from diffcoll.core.reductions import Op
 from diffcoll.core.tree_calls import by_message
 from diffcoll.engines.types import GradPlacement, Group
 
@@ -70,4 +71,4 @@ def all_reduce(
 
 
 def _of_tensor(call: Call) -> Any:
-    return call.perform(*steps(call.op(call.x), call.x, AllReduce(call.engine, call.replicated())))
+    return reduced(call, call.x, AllReduce(call.engine, call.replicated()))

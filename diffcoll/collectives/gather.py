@@ -12,7 +12,6 @@ from typing import Literal, overload
 from torch import Tensor
 
 from diffcoll.collectives.all_gather import block_of
-from diffcoll.core import check_mode
 from diffcoll.core.arguments import Call, Sizes
 from diffcoll.core.maps import AllToAll, named
 from diffcoll.core.pending import Pending
@@ -66,7 +65,5 @@ def gather(
     root = call.root("dst")
     block, d = block_of(call)
     lengths = call.sizes_of_all(block, d) or (block.shape[d],) * call.engine.size
-    detail = f"dst={root}" if block is x else f"dst={root}, stacked"
-    if check_mode.compares(call.engine):
-        detail += f", sizes={lengths}"  # of which a map has its rank's own
+    detail = "" if call.engine.compiling else f"dst={root}, sizes={lengths}" + ", stacked" * (block is not x)
     return call.perform(named(AllToAll.to_root(call.engine, root, d, lengths), "gather", detail), block)

@@ -14,7 +14,8 @@ from torch import Tensor
 from diffcoll.core.arguments import Call
 from diffcoll.core.maps import Reduce
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import Op, steps
+from diffcoll.core.reduce_calls import reduced
+from diffcoll.core.reductions import Op
 from diffcoll.engines.types import Group
 
 
@@ -59,4 +60,4 @@ def reduce(
     Source: notes/collectives/collectives.md#reduce.
     """
     call = Call("reduce", x, group, async_op, {"dst": dst, "op": op})
-    return call.perform(*steps(call.op(x), x, Reduce(call.engine, call.root("dst"))))
+    return reduced(call, x, Reduce(call.engine, call.root("dst")))

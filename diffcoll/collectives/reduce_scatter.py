@@ -14,7 +14,8 @@ from torch import Tensor
 from diffcoll.core.arguments import Call, Parts
 from diffcoll.core.maps import ReduceScatter
 from diffcoll.core.pending import Pending
-from diffcoll.core.reductions import Op, steps
+from diffcoll.core.reduce_calls import reduced
+from diffcoll.core.reductions import Op
 from diffcoll.engines.types import Group
 
 
@@ -57,5 +58,5 @@ def reduce_scatter(
     Source: notes/collectives/collectives.md#reduce_scatter.
     """
     call = Call("reduce_scatter", x, group, async_op, {"op": op, "dim": dim, "sizes": sizes})
-    d, reduction = call.dim("dim", x), call.op(x)
-    return call.perform(*steps(reduction, x, ReduceScatter(call.engine, d, call.sizes_of_parts(x, d))))
+    d = call.dim("dim", x)
+    return reduced(call, x, ReduceScatter(call.engine, d, call.sizes_of_parts(x, d)))

@@ -11,7 +11,6 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from diffcoll.core import check_mode
 from diffcoll.core.arguments import Call, Parts
 from diffcoll.core.maps import AllToAll, named
 from diffcoll.core.pending import Pending
@@ -61,8 +60,6 @@ def scatter(
     call = Call("scatter", x, group, async_op, {"src": src, "dim": dim, "sizes": sizes})
     root, d, n = call.root("src"), call.dim("dim", x), call.engine.size
     parts = call.sizes_of_parts(x, d) or (x.shape[d] // n,) * n
-    detail = f"src={root}"
-    if check_mode.compares(call.engine):
-        detail += f", sizes={parts}"  # of which a map has its rank's own
+    detail = "" if call.engine.compiling else f"src={root}, sizes={parts}"
     f = named(AllToAll.to_root(call.engine, root, d, parts).adjoint, "scatter", detail)
     return call.perform(f, x if call.engine.rank == root else x.narrow(d, 0, 0))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from diffcoll.collectives.shift import shift
 from diffcoll.core import expect
+from diffcoll.core.blocks import concatenated
 from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.engines.types import Group
@@ -79,4 +79,4 @@ def halo_exchange(
         after = shift(x.narrow(d, 0, right), -1, wrap=wrap, group=group)
         nothing = padding_mode is None and engine.rank == engine.size - 1
         parts.append(after.narrow(d, 0, 0) if nothing else after)
-    return torch.cat(parts, d) if len(parts) > 1 else x.clone()
+    return concatenated(parts, d) if len(parts) > 1 else x.clone()

@@ -17,7 +17,6 @@ from diffcoll.collectives.all_to_all import all_to_all
 from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
 from diffcoll.core.arguments import Tree
 from diffcoll.core.groups import resolve
-from diffcoll.core.joint import is_joint
 from diffcoll.core.pending import Pending
 from diffcoll.core.trees import by_dtype, row_of, unpacked
 from diffcoll.engines.engine import Engine
@@ -96,7 +95,5 @@ def _blocks(
             shapes = [[size, *leaf.shape[1:]] for size, leaf in zip(sizes[source], leaves, strict=True)]
             yield source, rebuild(unpacked(zip(groups, rows, strict=True), shapes)) if i else tree
     finally:
-        for p in pending:  # left early; in a region the backward of what was started takes part
-            if is_joint():
-                p.wait()
+        for p in pending:  # left early
             p._drop()

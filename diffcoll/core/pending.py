@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from diffcoll.core.errors import user_line
-from diffcoll.core.torch_private.autograd import is_recomputing
+from diffcoll.core.torch_private.autograd import AutogradMode, is_recomputing
 
 T = TypeVar("T")
 
@@ -35,20 +36,27 @@ class Pending(Generic[T]):
 
     def __init__(self, name: str, wait: Callable[[], T]) -> None:
         self._name = name
-        self._where = "a compiled line" if torch.compiler.is_compiling() else user_line()
         self._wait: Callable[[], T] | None = wait
         # In a graph there is nothing to wait for. A checkpoint that recomputes may stop before wait().
         self._must_wait = not (torch.compiler.is_compiling() or is_recomputing())
+        if torch.compiler.is_compiling():
+            self._where = "a compiled line"
+        else:
+            self._where, self._started = user_line(), AutogradMode()
 
     def wait(self) -> T:
         """Wait for the collective and return its result. A second call returns the same object.
+
+        The result is differentiable as if the call had returned it: the grad mode is that of the call, and a checkpoint
+        entered since does not compute it again.
 
         Raises:
             Exception: the error of the collective.
         """
         self._must_wait = False
         if self._wait is not None:
-            self._result = self._wait()
+            with contextlib.nullcontext() if torch.compiler.is_compiling() else self._started.restored():
+                self._result = self._wait()
             self._wait = None
         return self._result
 

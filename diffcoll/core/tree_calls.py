@@ -51,6 +51,10 @@ def by_blocks(call: Call, one: Callable[[Call], Any], block_of: Callable[[Call],
     ]
     groups, ys = by_dtype([block for block, _ in blocks]), []
     for indices in groups:
+        if len(indices) == 1:
+            x, d = blocks[indices[0]]
+            ys.append(call.perform(AllGather(call.engine, d, tuple(lengths[indices[0]]), replicated), x))
+            continue
         row = row_of([blocks[i][0] for i in indices])
         sizes = tuple(sum(prod(shapes[i][s]) for i in indices) for s in range(n))
         ys.append(call.perform(AllGather(call.engine, 0, sizes, replicated), row))
@@ -58,6 +62,9 @@ def by_blocks(call: Call, one: Callable[[Call], Any], block_of: Callable[[Call],
     def unpack(rows: list[Tensor]) -> Any:
         found: dict[int, Tensor] = {}
         for indices, row in zip(groups, rows, strict=True):  # for rank 0 the blocks of all leaves, then for rank 1
+            if len(indices) == 1:
+                found[indices[0]] = row
+                continue
             parts = pieces(row, [prod(shapes[i][s]) for s in range(n) for i in indices])
             for k, i in enumerate(indices):
                 of_ranks = zip(parts[k :: len(indices)], shapes[i], strict=True)
@@ -70,6 +77,8 @@ def by_blocks(call: Call, one: Callable[[Call], Any], block_of: Callable[[Call],
 
 def _together(call: Call, ys: list[Any], join: Callable[[list[Tensor]], Any]) -> Any:
     if call.async_op:
+        for y in ys:
+            y._drop()  # a tree that nobody waits for is one warning
         return Pending(call.name, lambda: join([y.wait() for y in ys]))
     return join(ys)
 

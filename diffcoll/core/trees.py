@@ -1,8 +1,8 @@
-"""Trees of tensors, nested dicts, lists and tuples: the leaves of one dtype and device are sent in one message."""
+"""Trees of tensors, nested mappings, lists and tuples: the leaves of one dtype and device are sent in one message."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy
 from math import prod
 from typing import Any
@@ -15,8 +15,8 @@ from diffcoll.core.errors import message
 
 
 def is_tree(x: object) -> bool:
-    """Whether x is a tree and not a leaf."""
-    return isinstance(x, (dict, list, tuple))
+    """Whether x is a tree and not a leaf: a mapping of any class, a list or a tuple."""
+    return isinstance(x, (Mapping, list, tuple))
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -60,7 +60,7 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     return _mapped(lambda _, leaf: fn(leaf), tree, "")
 
 
-def _keys(tree: dict[Any, Any]) -> list[Any]:
+def _keys(tree: Mapping[Any, Any]) -> list[Any]:
     kinds = {str if isinstance(key, str) else type(key) for key in tree}
     if len(kinds) > 1 or not kinds <= {str, int, float, bool}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -70,7 +70,7 @@ def _keys(tree: dict[Any, Any]) -> list[Any]:
 
 def _walk(tree: Any, path: str) -> list[tuple[str, Any]]:
     """Return the path and the value of each leaf."""
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         children = [(f"[{key!r}]", tree[key]) for key in _keys(tree)]
     elif isinstance(tree, (list, tuple)):
         children = [(f"[{i}]", each) for i, each in enumerate(tree)]
@@ -81,12 +81,13 @@ def _walk(tree: Any, path: str) -> list[tuple[str, Any]]:
 
 def _mapped(fn: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
     """Return the tree with fn(path, leaf) in the place of each leaf."""
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         found = {key: _mapped(fn, each, f"{path}[{key!r}]") for key, each in tree.items()}
-        if type(tree) is dict:
+        if type(tree) is dict or not isinstance(tree, MutableMapping):
             return found
-        of_class = copy(tree)
-        of_class.update(found)
+        of_class: Any = copy(tree)
+        for key, each in found.items():  # not update(), which classes such as Transformers' ModelOutput refuse
+            of_class[key] = each
         return of_class
     if isinstance(tree, (list, tuple)):
         items = [_mapped(fn, each, f"{path}[{i}]") for i, each in enumerate(tree)]

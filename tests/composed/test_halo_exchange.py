@@ -22,22 +22,24 @@ def expected(whole, sizes, left, right, mode):
     ends = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     if mode is None:
         return [whole[..., max(a - left, 0) : b + right] for a, b in pairwise(ends)]
-    padded = F.pad(whole, (left, right), mode=MODES[mode]) if left or right else whole
+    row = whole.view(-1, whole.shape[-1])  # which circular padding needs
+    padded = F.pad(row, (left, right), mode=MODES[mode]).view(*whole.shape[:-1], -1) if left or right else whole
     return [padded[..., a : left + b + right] for a, b in pairwise(ends)]
 
 
 @runs_on("rules", "gloo", "mpi")
 @pytest.mark.parametrize("sizes", [[4], [3, 2], [2, 3, 4]], ids=str)
 def test_it_is_padding_of_the_whole(run, sizes):
-    """Also its derivatives: a row of several ranks has the sum of their gradients. Blocks are not contiguous."""
-    blocks = numbers(2, sum(sizes)).split(sizes, 1)
-    for mode, halo in product(MODES, [(0, 0), (1, 0), (0, 2), (1, 2), (2, 2)]):
+    """Also its derivatives: rows of several ranks have the sum of their gradients. Blocks are 1-d or not contiguous."""
+    whole = numbers(2, sum(sizes))
+    sides = [(0, 0), (1, 0), (0, 2), (1, 2), (2, 2)]
+    for mode, (halo, x) in product(MODES, [*((halo, whole) for halo in sides), ((1, 2), whole[0])]):
         nests.check(
             run,
             nests.SOME,
             lambda r: lambda x: dc.halo_exchange(x, -1, *halo, padding_mode=mode),  # noqa: B023
-            lambda xs: expected(torch.cat(xs, 1), sizes, *halo, mode),  # noqa: B023
-            blocks,
+            lambda xs: expected(torch.cat(xs, -1), sizes, *halo, mode),  # noqa: B023
+            x.split(sizes, -1),
         )
 
 

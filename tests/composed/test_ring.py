@@ -58,9 +58,13 @@ def test_derivatives_are_those_of_all_blocks(run):
 
 
 @runs_on("rules", "gloo")
+@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_joint_backward_where_ranks_ignore_blocks(run, blocks):
-    """Rank 0 ignores every block, rank 1 the received ones; the loop may end after any number of blocks."""
+def test_joint_backward_where_ranks_ignore_blocks(run, blocks, held):
+    """Rank 0 ignores every block, rank 1 the received ones; the loop may end after any number of blocks.
+
+    The iterator may be freed then, or be held, with a block in flight.
+    """
 
     def loss(r, found):
         used = [weighted(block, r, source) for source, block in found if r == 2 or r == source == 1]
@@ -69,7 +73,10 @@ def test_joint_backward_where_ranks_ignore_blocks(run, blocks):
     def body(r):
         batch = tree(r)
         with dc.joint_backward() as joint:
-            total = joint(loss(r, islice(dc.ring(batch), blocks)))
+            iterator = dc.ring(batch)
+            total = joint(loss(r, islice(iterator, blocks)))
+            if not held:
+                del iterator
             return torch.autograd.grad(total, inputs(batch), materialize_grads=True)
 
     trees = [tree(r) for r in range(3)]

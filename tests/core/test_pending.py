@@ -70,8 +70,9 @@ def test_a_forgotten_wait_is_reported_and_the_group_works(run):
     def body(r):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            for _ in range(3):
-                dc.all_gather(torch.full((100_000,), float(r)), async_op=True)
+            for x in (1.0, 2.0), (3.0, 4):
+                dc.all_gather([torch.full((100_000,), r + each) for each in x], async_op=True)
+            dc.all_gather(torch.full((100_000,), float(r)), async_op=True)
             gc.collect()
         kinds = {(w.category, "all_gather" in str(w.message), "test_pending.py:" in str(w.message)) for w in found}
         return len(found), kinds, dc.all_reduce(torch.tensor(r)).item()
@@ -227,20 +228,87 @@ def test_checkpoints_that_stop_before_at_and_after_the_wait(run, part):
 @runs_on("rules", "gloo")
 @pytest.mark.parametrize("waits", [False, True])
 def test_not_waited_for_in_its_region_of_joint_backward(run, waits):
-    """Its backward cannot run, because the adjoint is started by the backward of the wait."""
+    """It counts as a result that no loss uses."""
 
     def body(r):
         x = torch.ones(2, requires_grad=True)
         with dc.joint_backward() as joint:
-            pending = dc.all_reduce(x, async_op=True)
-            loss = joint(dc.all_gather(x).sum())
+            pending = dc.all_to_all(x * 2, async_op=True)
+            loss = joint((r + 1) * dc.all_gather(x).sum())
         if waits:
             pending.wait()
-        with pytest.raises(RuntimeError, match=r"all_reduce.*test_pending.py:\d+.*wait\(\)"):
-            loss.backward()
+        loss.backward()
+        pending.wait()
+        return x.grad.tolist()
+
+    assert run(body, range(2)) == [[3.0, 3.0]] * 2
+
+
+# ── the wait in any place of the program ─────────────────────────────────────────────────────────────────
+
+
+def under(mode):
+    def place(pending, h):
+        with mode():
+            pending.wait()
+        return lambda: h.exp() * pending.wait()
+
+    return place
+
+
+def in_a_checkpoint(reentrant):
+    def place(pending, h):
+        return lambda: checkpoint(lambda h: h.exp() * pending.wait(), h, use_reentrant=reentrant)
+
+    return place
+
+
+def in_a_hook(pending, h):
+    def hook(g):
         pending.wait()
 
-    run(body, range(2))
+    z = 0 * h
+    z.register_hook(hook)
+    z.sum().backward()
+    return lambda: h.exp() * pending.wait()
+
+
+PLACES = {
+    "no_grad": under(torch.no_grad),
+    "inference_mode": under(torch.inference_mode),
+    "enable_grad": under(torch.enable_grad),
+    "save_on_cpu": under(torch.autograd.graph.save_on_cpu),
+    "checkpoint": in_a_checkpoint(False),
+    "reentrant": in_a_checkpoint(True),
+    "hook": in_a_hook,
+}
+STARTED = {
+    "here": lambda call, x: call(x, async_op=True),
+    "in a checkpoint": lambda call, x: checkpoint(lambda x: call(x.exp().log(), async_op=True), x, use_reentrant=False),
+}
+
+
+@runs_on("rules", "gloo")
+@pytest.mark.parametrize("start", STARTED)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_wait_may_be_anywhere(run, place, start):
+    """The gradients are those of a plain call, wherever `wait()` is called first."""
+
+    def gradients(r, call):
+        """Of the plain call, and of one that is waited for in this place."""
+        leaves, plain = [(x_of(r)[:6] + 1).requires_grad_() for _ in range(2)], call(x_of(r)[:6] + 1)
+        h = torch.linspace(0, r + 1.0, plain.numel(), dtype=torch.float64).view(plain.shape)
+        y, pending = call(leaves[0]), STARTED[start](call, leaves[1])
+        hs = [h.clone().requires_grad_() for _ in leaves]
+        programs = [lambda: hs[0].exp() * y, PLACES[place](pending, hs[1])]
+        hs[1].grad = None
+        for program in programs:
+            ((r + 1) * program()).sum().backward()
+        return [[x.grad, h.grad] for x, h in zip(leaves, hs, strict=True)]
+
+    for of_rank in run(lambda r: [gradients(r, call) for call in CALLS.values()], range(2)):
+        for name, (plain, placed) in zip(CALLS, of_rank, strict=True):
+            torch.testing.assert_close(placed, plain, msg=name)
 
 
 # ── the object ───────────────────────────────────────────────────────────────────────────────────────────

@@ -1,16 +1,31 @@
 """Trees of tensors: the result has the structure of x, gradients are right, with one message for each dtype."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping
 from functools import partial
 
 import pytest
 import torch
 from runs import gloo, profiled, rules, runs_on, truth
+from torch.overrides import TorchFunctionMode
 
 import diffcoll as dc
 from diffcoll.testing import ranks
 
 Pair = namedtuple("Pair", "left right")
+
+
+class Output(OrderedDict):
+    """Refuses `update`, and has its keys as attributes, as Transformers' outputs do."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+    def update(self, *args, **kwargs):
+        raise TypeError("You cannot use update on an Output instance.")
+
+
 N = 3
 COLLECTIVES = {
     "all_reduce": dc.all_reduce,
@@ -35,12 +50,13 @@ def tree(seed):
     nested = {"b": Pair(numbers(2, 3), numbers()), "a": [numbers(3, 2).T, (numbers(0, 2), None)]}
     twice = numbers(4)
     more = OrderedDict({10: numbers(4), 9: twice, 8: twice})
-    return {"nested": nested, "more": more, "single": numbers(4, dtype=torch.float32), "half": numbers(2).bfloat16()}
+    output, encoding = Output(half=numbers(2).bfloat16()), UserDict(single=numbers(4, dtype=torch.float32))
+    return {"nested": nested, "more": more, "output": output, "encoding": encoding}
 
 
 def by_path(x, path=()):
     """The leaves of a tree by their paths, in an order of their own."""
-    if isinstance(x, dict):
+    if isinstance(x, Mapping):
         return {k: leaf for key in x for k, leaf in by_path(x[key], (*path, str(key))).items()}
     if isinstance(x, (list, tuple)):
         return {k: leaf for i, each in enumerate(x) for k, leaf in by_path(each, (*path, str(i))).items()}
@@ -49,14 +65,14 @@ def by_path(x, path=()):
 
 def kinds(x):
     """The structure of a tree without its leaves."""
-    if isinstance(x, dict):
+    if isinstance(x, Mapping):
         return [type(x), [(key, kinds(each)) for key, each in x.items()]]
     return [type(x), [kinds(each) for each in x]] if isinstance(x, (list, tuple)) else x is None
 
 
 def in_another_order(x, r):
     """The same tree, with the keys of its dicts in a different order on every rank."""
-    if isinstance(x, dict):
+    if isinstance(x, Mapping):
         items = [(key, in_another_order(value, r)) for key, value in x.items()]
         return type(x)(items[r % len(items) :] + items[: r % len(items)])
     if isinstance(x, tuple):
@@ -105,6 +121,23 @@ def test_one_message_for_each_dtype():
         return [len(profiled(call, x[:2] if i == 3 else x)) for i, call in enumerate(calls)]
 
     assert gloo(body, range(2)) == [[2, 2, 2, 2 + 1]] * 2  # float32 and int64, and the sizes
+
+
+def test_a_single_leaf_of_a_dtype_is_not_copied():
+    """Into a row before it is sent, or out of one."""
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            found.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    def body(r):
+        with Functions():
+            dc.all_gather({"features": torch.ones(2, 3), "label": torch.arange(2)})
+
+    found = []
+    rules(body, range(2))
+    assert not {"cat", "clone", "split_with_sizes"} & {*found}
 
 
 @runs_on("rules", "gloo")

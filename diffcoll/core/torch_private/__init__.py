@@ -1,1 +1,5 @@
-"""Private torch API that the library uses outside of its engines, each with the reason; a file for each subject."""
+"""What PyTorch has no public API for."""
+
+from diffcoll.core.torch_private.names import require
+
+require("every call")

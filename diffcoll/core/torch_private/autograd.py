@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -52,7 +52,8 @@ def is_within_reentrant_checkpoint() -> bool:
     return frame is not None
 
 
-_TOKEN = torch.zeros((), device="cpu")
+with torch.inference_mode(False):  # the library may be imported within inference mode, whose tensors nobody can save
+    _TOKEN = torch.zeros((), device="cpu")
 
 
 def save_in_checkpoint(ctx: Any) -> None:
@@ -64,6 +65,35 @@ def save_in_checkpoint(ctx: Any) -> None:
     ctx.saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     if ctx.saves:
         ctx.save_for_backward(_TOKEN)
+
+
+class AutogradMode:
+    """Grad mode, inference mode and hooks for saved tensors, as they are where it is made."""
+
+    __slots__ = ("_grad", "_hooks", "_inference")
+
+    def __init__(self) -> None:
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run code as if it stood where this was made: without the hooks entered since, which no public API leaves.
+
+        A checkpoint that code has entered since would count what is saved, and not count it when it recomputes.
+        """
+        hooks, left = torch._C._autograd, []
+        while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+            if self._hooks is not None and pair[0] == self._hooks[0]:
+                break
+            left.append(pair)
+            hooks._pop_saved_tensors_default_hooks()
+        try:
+            with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
+                yield
+        finally:
+            for pair in reversed(left):
+                hooks._push_saved_tensors_default_hooks(*pair)
 
 
 class _UnpackWithin:

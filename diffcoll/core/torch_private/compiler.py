@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from diffcoll.core.torch_private.names import require
+
+require("torch.compile")
+
+# ruff: noqa: E402
 from torch._higher_order_ops.effects import _EffectType
 from torch._inductor import lowering, virtualized
 from torch.utils import checkpoint
