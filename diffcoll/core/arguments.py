@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diffcoll.core import expect
+from diffcoll.core.check_mode import common
 from diffcoll.core.errors import message
 from diffcoll.core.exchange import exchanged, sizes_of_ranks
 from diffcoll.core.groups import resolve
@@ -111,7 +112,7 @@ class Call:
         for name in ("dim", "split_dim", "concat_dim"):
             if arguments.get(name, 0) < 0:
                 arguments[name] %= max(1, self.x.dim() + arguments.get("stack", False))
-        facts = " ".join(filter(None, [arguments.get("op"), f.common(x), *map(str, batch_sizes(x))]))
+        facts = " ".join(filter(None, [arguments.get("op"), common(f, x), *map(str, batch_sizes(x))]))
         y: Tensor = self.engine.run_truth(self.name, self.x, arguments, facts)
         return Pending(self.name, lambda: y) if self.async_op else y
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from types import TracebackType
 
 import torch
@@ -13,7 +14,7 @@ from diffcoll.core import expect
 from diffcoll.core.control import Control
 from diffcoll.core.dtypes import rounding
 from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
-from diffcoll.core.maps import AllToAll, Linear
+from diffcoll.core.maps import AllGather, AllToAll, Linear
 from diffcoll.core.torch_private.tracing import unobserved
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.rank_state import THREAD
@@ -155,17 +156,41 @@ def compare(engine: Engine, facts: object, text: str | Callable[[], str], origin
         raise
 
 
+def common(f: Linear, x: Tensor) -> str:
+    """Return what must be equal on all ranks that apply a map to their x; −1 is a size that may differ."""
+    shape = list(x.shape)
+    if isinstance(f, AllGather) and f.sizes:
+        shape[f.dim] = -1
+    elif isinstance(f, AllToAll):
+        shape[f.split_dim] = shape[f.concat_dim] = -1  # `_compare_blocks` compares the sizes of the blocks
+    given = [f"{name}={value!r}" for name, value in _arguments(f) if name not in ("split_sizes", "concat_sizes")]
+    return f"{f.name} {f.detail}({', '.join([f'{x.dtype} {shape}', *given])})"
+
+
+def _arguments(f: Linear) -> list[tuple[str, object]]:
+    return [(field.name, getattr(f, field.name)) for field in fields(f) if field.name != "engine"]
+
+
+def _shown(f: Linear) -> list[str]:
+    """Return the arguments as errors show them: without those of the map alone, and without defaults."""
+    given = dict(_arguments(f))
+    if given.pop("replicated", False):
+        given["grad_placement"] = "replicate"
+    values = [f"{name}={value!r}" for name, value in given.items() if value and name != "sent"]
+    return [*values, f.detail] if f.detail else values
+
+
 def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -> None:
     """Compare what the ranks are about to send: f of x, in the forward call of this number or in its backward."""
     engine = f.engine
     if engine.size == 1:
         return
     number, order = (engine.calls, 0) if origin is None else (origin.number, origin.order)
-    facts = number, order, f.common(x), later
+    facts = number, order, common(f, x), later
 
     def text() -> str:
         if origin is None:
-            shown = [f"{x.dtype} {tuple(x.shape)}", *f.shown(), *["async_op=True"] * later]
+            shown = [f"{x.dtype} {tuple(x.shape)}", *_shown(f), *["async_op=True"] * later]
             return f"call {number}: {f.name}({', '.join(shown)}) at {user_line()}"
         of = f"{origin.backward} of call {number}, {origin.name} at {origin.line}"
         return f"{of}: gradient {x.dtype} {tuple(x.shape)}"

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import backward_at_work, is_within_reentrant_checkpoint, unpack_within
-from diffcoll.core.torch_private.transforms import carries_tangents, is_in_dual_level, is_within_transform
+from diffcoll.core.torch_private.transforms import carries_tangents
 
 
 class _Chain:
@@ -127,26 +127,14 @@ def recording() -> _Chain | None:
     return of_thread.chain if of_thread.backward == backward_at_work() else None
 
 
-def run(rule: Any, x: Tensor, f: Any, *more: Any) -> Tensor:
-    """Return rule.apply(x, f, *more), recorded on the chain of a region.
-
-    Function.apply binds its arguments to the signature of forward, which takes as long as a small message. Outside
-    torch.func its base class does the same without that; where nothing records x, as in a first-order backward, forward
-    alone does.
-    """
+def recorded(chain: _Chain, rule: Any, x: Tensor, *more: Any) -> Tensor:
+    """Return rule.apply(x, *more), on a chain."""
     y: Tensor
-    if is_within_transform():
-        y = rule.apply(x, f, *more)
-    elif of_thread.chain is not None and (chain := recording()) is not None and _is_recorded(x, f.name):
-        y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), f, *more)  # type: ignore[no-untyped-call]
-    elif x.requires_grad or is_in_dual_level():
-        y = super(Function, rule).apply(x, f, *more)
-    else:
-        y = rule.forward(x, f, *more)
+    y, chain.token = _Link.apply(x, chain.token, rule, weakref.ref(chain), *more)  # type: ignore[no-untyped-call]
     return y
 
 
-def _is_recorded(x: Tensor, name: str) -> bool:
+def is_recorded(x: Tensor, name: str) -> bool:
     """Whether a region records a collective of x; raise where it cannot."""
     if carries_tangents():
         raise RuntimeError(message("joint_backward", name, "forward mode", "reverse mode", "leave the region"))

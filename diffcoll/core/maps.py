@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -33,8 +33,6 @@ from diffcoll.core.dtypes import wider
 from diffcoll.engines.engine import Engine, Wait, done
 
 Sizes = tuple[int, ...]
-#: Fields whose values may differ from rank to rank.
-_PER_RANK = ("engine", "split_sizes", "concat_sizes")
 _DENSE = torch.contiguous_format
 
 
@@ -48,7 +46,7 @@ class Linear(ABC):
 
     #: Name of the public function, as in `diffcoll.truth` and `notes/`; that of the map's class, but for `named`.
     name: ClassVar[str]
-    #: What check mode compares beside the fields: the reduction of which the map is a part, the root of a gather.
+    #: The reduction of which the map is a part, the root of a gather: what its fields do not tell.
     detail: ClassVar[str] = ""
     #: Whether x has been read when `start` returns, so that it may change before the wait.
     reads_at_once: ClassVar[bool] = False
@@ -78,31 +76,10 @@ class Linear(ABC):
         """Return the shape of y for an x of this shape."""
         return list(x)
 
-    def common_shape(self, x: Sequence[int]) -> list[int]:
-        """Return the shape of x, with −1 for a size that may differ from rank to rank."""
-        return list(x)
-
-    def common(self, x: Tensor) -> str:
-        """Return what must be equal on all ranks that apply this map to their x."""
-        given = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if field.name not in _PER_RANK]
-        return f"{self.name} {self.detail}({', '.join([f'{x.dtype} {self.common_shape(x.shape)}', *given])})"
-
     @property
     def shared(self) -> tuple[bool, bool]:
         """Whether x, and whether y, is replicated: one tensor of which every rank has a copy."""
         return self.of_replicated, getattr(self, "replicated", False)
-
-    def bytes(self, x: Tensor) -> int:
-        """Return the number of bytes of x as it is sent."""
-        return x.nbytes
-
-    def shown(self) -> list[str]:
-        """Return the arguments as errors show them: without those of the map alone, and without defaults."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        if given.pop("replicated", False):
-            given["grad_placement"] = "replicate"
-        values = [f"{name}={value!r}" for name, value in given.items() if value and name not in ("engine", "sent")]
-        return [*values, self.detail] if self.detail else values
 
 
 L = TypeVar("L", bound=Linear)
@@ -264,14 +241,6 @@ class AllGather(Linear):
         length = sum(self.sizes) if self.sizes else x[self.dim] * self.engine.size
         return _with(x, self.dim, length)
 
-    @override
-    def common_shape(self, x: Sequence[int]) -> list[int]:
-        return _with(x, self.dim, -1) if self.sizes else list(x)
-
-    @override
-    def bytes(self, x: Tensor) -> int:
-        return x.nbytes if self.sent is None else x.numel() * self.sent.itemsize
-
     @property
     @override
     def adjoint(self) -> Linear:
@@ -364,10 +333,6 @@ class AllToAll(Linear):
     def shape(self, x: Sequence[int]) -> list[int]:
         y = _with(x, self.split_dim, self.split_sizes[self.engine.rank])
         return _with(y, self.concat_dim, sum(self.concat_sizes))
-
-    @override
-    def common_shape(self, x: Sequence[int]) -> list[int]:
-        return _with(_with(x, self.split_dim, -1), self.concat_dim, -1)  # `check_mode` compares the sizes of the blocks
 
     @property
     @override

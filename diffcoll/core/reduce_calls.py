@@ -90,7 +90,7 @@ def _in_parts(call: Call, reduction: Reduction, x: Tensor, f: AllReduce | Reduce
     """Every rank reduces a part of y, which the others or the root then receive."""
     engine, n, numel = f.engine, f.engine.size, x.numel()
     part = (numel + n - 1) // n
-    sizes = tuple(torch.sym_max(0, torch.sym_min(part, numel - r * part)) for r in range(n))
+    sizes = tuple(_least(part, numel - r * part) for r in range(n))
     # Check mode compares the shape of x, which a row does not have; a graph has no text of sizes.
     detail = reduction.name if engine.compiling else f"{reduction.name} of {tuple(x.shape)}"
     stack = apply(named(AllToAll(engine, 1, 0, sizes, (1,) * n), f.name, detail), x.reshape(1, -1))
@@ -106,3 +106,9 @@ def _in_parts(call: Call, reduction: Reduction, x: Tensor, f: AllReduce | Reduce
         return y.view(x.shape)
 
     return call.perform(named(AllToAll.to_root(engine, f.dst, 0, sizes), f.name, reduction.name), mine, of_root)
+
+
+def _least(a: int, b: int) -> int:
+    """Return the smaller of two sizes, or 0; they may be symbols of the compiler."""
+    size: int = torch.sym_max(0, torch.sym_min(a, b))  # type: ignore[no-untyped-call]
+    return size

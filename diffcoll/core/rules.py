@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from diffcoll.core.errors import Origin
-from diffcoll.core.joint import read_in_checkpoint, run
+from diffcoll.core.joint import is_recorded, of_thread, read_in_checkpoint, recorded, recording
 from diffcoll.core.maps import Linear
 from diffcoll.core.moves import Flight, move
 from diffcoll.core.torch_private.autograd import backward_at_work, save_in_checkpoint
 from diffcoll.core.torch_private.tracing import untraced
-from diffcoll.core.torch_private.transforms import is_batched_by_autograd
+from diffcoll.core.torch_private.transforms import is_batched_by_autograd, is_in_dual_level, is_within_transform
 
 
 def apply(f: Linear, x: Tensor) -> Tensor:
@@ -54,6 +54,25 @@ def _in_graph(f: Linear, x: Tensor) -> Tensor:
 )
 def _awaited(empty: Tensor, f: Linear, flight: Flight) -> Tensor:
     return run(_Wait, empty, f, flight)
+
+
+def run(rule: Any, x: Tensor, f: Any, *more: Any) -> Tensor:
+    """Return rule.apply(x, f, *more); a region of joint_backward records it on its chain.
+
+    Function.apply binds its arguments to the signature of forward, which takes as long as a small message. Outside
+    torch.func its base class does the same without that; where nothing records x, as in a first-order backward, forward
+    alone does.
+    """
+    y: Tensor
+    if is_within_transform():
+        y = rule.apply(x, f, *more)
+    elif of_thread.chain is not None and (chain := recording()) is not None and is_recorded(x, f.name):
+        y = recorded(chain, rule, x, f, *more)
+    elif x.requires_grad or is_in_dual_level():
+        y = super(Function, rule).apply(x, f, *more)
+    else:
+        y = rule.forward(x, f, *more)
+    return y
 
 
 def _received(ctx: Any, gy: Tensor) -> tuple[Tensor, Origin]:
