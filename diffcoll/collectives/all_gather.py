@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffcoll.core import expect
 from diffcoll.core.arguments import Call, Sizes, Tree
-from diffcoll.core.maps import AllGather, named
+from diffcoll.core.maps import AllGather, part_of
 from diffcoll.core.pending import Pending
 from diffcoll.core.tree_calls import by_blocks
 from diffcoll.engines.types import GradPlacement, Group
@@ -98,7 +98,7 @@ def _of_tensor(call: Call) -> Any:
     block, d = block_of(call)
     f = AllGather(call.engine, d, call.sizes_of_all(block, d), replicated)
     if block is not call.x:
-        named(f, "all_gather", "stacked")  # the shape of the block is not that of x
+        part_of(f, "all_gather", "stacked")  # the shape of the block is not that of x
     return call.perform(f, block)
 
 

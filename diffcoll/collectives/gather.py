@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffcoll.collectives.all_gather import block_of
 from diffcoll.core.arguments import Call, Sizes
-from diffcoll.core.maps import AllToAll, named
+from diffcoll.core.maps import AllToAll, part_of
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
@@ -66,4 +66,4 @@ def gather(
     block, d = block_of(call)
     lengths = call.sizes_of_all(block, d) or (block.shape[d],) * call.engine.size
     detail = "" if call.engine.compiling else f"dst={root}, sizes={lengths}" + ", stacked" * (block is not x)
-    return call.perform(named(AllToAll.to_root(call.engine, root, d, lengths), "gather", detail), block)
+    return call.perform(part_of(AllToAll.to_root(call.engine, root, d, lengths), "gather", detail), block)

@@ -12,7 +12,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from diffcoll.core.arguments import Call, Parts
-from diffcoll.core.maps import AllToAll, named
+from diffcoll.core.maps import AllToAll, part_of
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
@@ -61,5 +61,5 @@ def scatter(
     root, d, n = call.root("src"), call.dim("dim", x), call.engine.size
     parts = call.sizes_of_parts(x, d) or (x.shape[d] // n,) * n
     detail = "" if call.engine.compiling else f"src={root}, sizes={parts}"
-    f = named(AllToAll.to_root(call.engine, root, d, parts).adjoint, "scatter", detail)
+    f = part_of(AllToAll.to_root(call.engine, root, d, parts).adjoint, "scatter", detail)
     return call.perform(f, x if call.engine.rank == root else x.narrow(d, 0, 0))

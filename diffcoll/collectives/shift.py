@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffcoll.core import expect
 from diffcoll.core.arguments import Call
-from diffcoll.core.maps import Permute, named
+from diffcoll.core.maps import Permute, part_of
 from diffcoll.core.pending import Pending
 from diffcoll.engines.types import Group
 
@@ -61,4 +61,4 @@ def shift(
     call = Call("shift", x, group, async_op, {"offset": offset, "wrap": wrap})
     n, by, wraps = call.engine.size, call.integer("offset"), expect.flag("shift", "wrap", wrap)
     pairs = tuple((r, (r + by) % n) for r in range(n) if wraps or 0 <= r + by < n)
-    return call.perform(named(Permute(call.engine, pairs), "shift"), x)
+    return call.perform(part_of(Permute(call.engine, pairs), "shift"), x)

@@ -18,7 +18,7 @@ from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
 from diffcoll.core.arguments import Tree
 from diffcoll.core.groups import resolve
 from diffcoll.core.pending import Pending
-from diffcoll.core.trees import by_dtype, row_of, unpacked
+from diffcoll.core.trees import by_dtype, flattened, unpacked
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
@@ -81,7 +81,7 @@ def _blocks(
     n, rank = engine.size, engine.rank
     units = [prod(leaf.shape[1:]) for leaf in leaves]
     groups = by_dtype(leaves)
-    rows = [row_of([leaves[i] for i in indices]) for indices in groups]
+    rows = [flattened([leaves[i] for i in indices]) for indices in groups]
     pending: list[Pending[Tensor]] = []
     try:
         for i in range(n):

@@ -41,7 +41,7 @@ def pieces(row: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     return row.view(-1, 1).split_with_sizes(list(sizes))
 
 
-def row_of(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+def in_one_row(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
     """Return the blocks of x as one row, and how many numbers each has; the memory of x where that is such a row."""
     unit = x.numel() // max(x.shape[dim], 1)
     counts = [unit * size for size in sizes]

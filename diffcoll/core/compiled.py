@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import traceback
 
 from diffcoll.core.groups import engine_named, key_in_graphs, refuse_derivatives
-from diffcoll.core.maps import MAPS, Linear, named
+from diffcoll.core.maps import MAPS, Linear, part_of
 from diffcoll.core.moves import move
 from diffcoll.core.torch_private.compiler import keep_in_checkpoints, keep_in_order
 from diffcoll.core.torch_private.release import COMPILES
@@ -64,7 +64,7 @@ def _read(text: str, sizes: Sequence[int]) -> Linear:
         else:
             values[field] = getattr(torch, value.removeprefix("torch.")) if isinstance(value, str) else value
     f: Linear = MAPS[kind](engine_named(key), **values)
-    return named(f, name, detail)
+    return part_of(f, name, detail)
 
 
 @torch.library.custom_op(

@@ -20,7 +20,7 @@ from diffcoll.core.torch_private.tracing import constant_in_graphs, unfaked
 from diffcoll.core.torch_private.transforms import carries_tangents, is_differentiating, is_within_transform
 from diffcoll.engines import c10d
 from diffcoll.engines.engine import Engine
-from diffcoll.engines.named import Facts, NamedEngine, facts
+from diffcoll.engines.named import Constants, NamedEngine, constants_of
 from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, outsiders, refuse_thread
 from diffcoll.engines.solo import SoloEngine
 from diffcoll.engines.types import Group
@@ -44,7 +44,7 @@ def resolve(group: Any, operation: str) -> Engine:
         group = me.default_group if me else _default
     try:
         if compiling:
-            known = _facts(group)
+            known = _constants(group)
             engine = NamedEngine(known) if known else None
         else:
             engine = _find(group)
@@ -97,7 +97,7 @@ def refuse_derivatives(name: str) -> None:
         )
 
 
-def _facts_of(group: Any) -> Facts | None:
+def _constants_of(group: Any) -> Constants | None:
     _refuse_simulated()
     refuse_derivatives("a collective")
     engine = _find(unfaked(group))
@@ -105,11 +105,11 @@ def _facts_of(group: Any) -> Facts | None:
         if _launched():
             raise _lonely_launch("a compiled collective")
         engine = _solo
-    return facts(engine) if engine else None
+    return constants_of(engine) if engine else None
 
 
 # Dynamo calls this once instead of tracing it: engines are mutable, so a graph must hold their facts only.
-_facts = constant_in_graphs(_facts_of)
+_constants = constant_in_graphs(_constants_of)
 
 
 def key_in_graphs(engine: Engine) -> str:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffcoll.core.blocks import blocks_of, cut, join, row_of
+from diffcoll.core.blocks import blocks_of, cut, in_one_row, join
 from diffcoll.core.dtypes import wider
 from diffcoll.engines.engine import Engine, Wait, done
 
@@ -38,13 +38,13 @@ _DENSE = torch.contiguous_format
 
 @dataclass(eq=False, repr=False)  # a frozen one takes longer to import
 class Linear(ABC):
-    """A linear map from all ranks' x to all ranks' y, for the rank of `engine`; never changed after `named`.
+    """A linear map from all ranks' x to all ranks' y, for the rank of `engine`; never changed after `part_of`.
 
     Dimensions are counted from the front. A map does not act on further dimensions of x, so the same object serves
     under vmap, which moves the batch dimension last. `sizes`: of the ranks' blocks along `dim`; (): all are equal.
     """
 
-    #: Name of the public function, as in `diffcoll.truth` and `notes/`; that of the map's class, but for `named`.
+    #: Name of the public function, as in `diffcoll.truth` and `notes/`; that of the map's class, but for `part_of`.
     name: ClassVar[str]
     #: The reduction of which the map is a part, the root of a gather: what its fields do not tell.
     detail: ClassVar[str] = ""
@@ -85,7 +85,7 @@ class Linear(ABC):
 L = TypeVar("L", bound=Linear)
 
 
-def named(f: L, name: str, detail: str = "") -> L:
+def part_of(f: L, name: str, detail: str = "") -> L:
     """Return a map that was made just now, as a part of a public function of this name; its adjoint has its own."""
     f.name, f.detail = name, detail  # type: ignore[misc]
     return f
@@ -258,7 +258,7 @@ class ReduceScatter(Linear):
 
     @override
     def start(self, x: Tensor, later: bool = False) -> Callable[[], Tensor]:
-        row, counts = row_of(x, self.dim, _parts(self.sizes, x.shape[self.dim], self.engine.size))
+        row, counts = in_one_row(x, self.dim, _parts(self.sizes, x.shape[self.dim], self.engine.size))
         y = x.new_empty(self.shape(x.shape))
         return _then(self.engine.reduce_scatter(row, counts, y, later), y)
 

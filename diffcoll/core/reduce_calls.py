@@ -28,7 +28,7 @@ from torch import Tensor
 from diffcoll.core.arguments import Call
 from diffcoll.core.blocks import concatenated
 from diffcoll.core.dtypes import wider
-from diffcoll.core.maps import AllGather, AllReduce, AllToAll, Keep, Reduce, ReduceScatter, SumGradients, named
+from diffcoll.core.maps import AllGather, AllReduce, AllToAll, Keep, Reduce, ReduceScatter, SumGradients, part_of
 from diffcoll.core.reductions import Reduction
 from diffcoll.core.rules import apply
 from diffcoll.core.torch_private.tensors import divided
@@ -58,14 +58,14 @@ def _mean(call: Call, x: Tensor, f: AllReduce | Reduce | ReduceScatter) -> Any:
     if n == 1:
         return call.perform(f, x)
     detail = "mean" if wide == dtype else f"mean of {dtype}"  # check mode sees the dtype that is sent
-    return call.perform(named(f, f.name, detail), divided(x.to(wide), n), lambda y: y.to(dtype))
+    return call.perform(part_of(f, f.name, detail), divided(x.to(wide), n), lambda y: y.to(dtype))
 
 
 def _of_blocks(call: Call, reduction: Reduction, x: Tensor, f: ReduceScatter) -> Any:
     """Block r of y along dim, on rank r."""
     n = f.engine.size
     cut = f.sizes or (x.shape[f.dim] // n,) * n
-    blocks = named(AllToAll(f.engine, f.dim + 1, 0, cut, (1,) * n), f.name, reduction.name)
+    blocks = part_of(AllToAll(f.engine, f.dim + 1, 0, cut, (1,) * n), f.name, reduction.name)
     return call.perform(blocks, x.unsqueeze(0), lambda stack: reduction.of(stack).clone(memory_format=_DENSE))
 
 
@@ -83,7 +83,7 @@ def _of_one_stack(call: Call, reduction: Reduction, x: Tensor, f: AllReduce | Re
         return apply(SumGradients(engine), y)
 
     detail = reduction.name + (f", dst={f.dst}" if isinstance(f, Reduce) else ", replicated" * f.replicated)
-    return call.perform(named(AllGather(engine, 0, (), True), f.name, detail), x.unsqueeze(0), of)
+    return call.perform(part_of(AllGather(engine, 0, (), True), f.name, detail), x.unsqueeze(0), of)
 
 
 def _in_parts(call: Call, reduction: Reduction, x: Tensor, f: AllReduce | Reduce) -> Any:
@@ -93,11 +93,11 @@ def _in_parts(call: Call, reduction: Reduction, x: Tensor, f: AllReduce | Reduce
     sizes = tuple(_least(part, numel - r * part) for r in range(n))
     # Check mode compares the shape of x, which a row does not have; a graph has no text of sizes.
     detail = reduction.name if engine.compiling else f"{reduction.name} of {tuple(x.shape)}"
-    stack = apply(named(AllToAll(engine, 1, 0, sizes, (1,) * n), f.name, detail), x.reshape(1, -1))
+    stack = apply(part_of(AllToAll(engine, 1, 0, sizes, (1,) * n), f.name, detail), x.reshape(1, -1))
     mine = reduction.of(stack)
     if isinstance(f, AllReduce):  # of equal parts: backends gather those by a collective of their own
         mine = torch.nn.functional.pad(mine, (0, part - sizes[engine.rank]))
-        gather = named(AllGather(engine, 0, (), f.replicated), f.name, reduction.name)
+        gather = part_of(AllGather(engine, 0, (), f.replicated), f.name, reduction.name)
         return call.perform(gather, mine, lambda y: y[:numel].view(x.shape))
 
     def of_root(y: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def _in_parts(call: Call, reduction: Reduction, x: Tensor, f: AllReduce | Reduce
             y = concatenated([y, y.new_zeros(numel)])
         return y.view(x.shape)
 
-    return call.perform(named(AllToAll.to_root(engine, f.dst, 0, sizes), f.name, reduction.name), mine, of_root)
+    return call.perform(part_of(AllToAll.to_root(engine, f.dst, 0, sizes), f.name, reduction.name), mine, of_root)
 
 
 def _least(a: int, b: int) -> int:

@@ -15,7 +15,7 @@ from diffcoll.core.errors import user_line
 from diffcoll.core.exchange import sizes_of_ranks
 from diffcoll.core.maps import AllGather
 from diffcoll.core.pending import Pending
-from diffcoll.core.trees import by_dtype, row_of, tensors_of, tree_paths, unpacked
+from diffcoll.core.trees import by_dtype, flattened, tensors_of, tree_paths, unpacked
 
 
 def by_message(call: Call, one: Callable[[Call], Any]) -> Any:
@@ -27,7 +27,7 @@ def by_message(call: Call, one: Callable[[Call], Any]) -> Any:
     if call.engine.in_one_graph:
         return _together(call, [one(call.of(leaf)) for leaf in leaves], rebuild)
     groups, shapes = by_dtype(leaves), [leaf.shape for leaf in leaves]
-    ys = [one(call.of(row_of([leaves[i] for i in indices]))) for indices in groups]
+    ys = [one(call.of(flattened([leaves[i] for i in indices]))) for indices in groups]
     return _together(call, ys, lambda rows: rebuild(unpacked(zip(groups, rows, strict=True), shapes)))
 
 
@@ -55,7 +55,7 @@ def by_blocks(call: Call, one: Callable[[Call], Any], block_of: Callable[[Call],
             x, d = blocks[indices[0]]
             ys.append(call.perform(AllGather(call.engine, d, tuple(lengths[indices[0]]), replicated), x))
             continue
-        row = row_of([blocks[i][0] for i in indices])
+        row = flattened([blocks[i][0] for i in indices])
         sizes = tuple(sum(prod(shapes[i][s]) for i in indices) for s in range(n))
         ys.append(call.perform(AllGather(call.engine, 0, sizes, replicated), row))
 

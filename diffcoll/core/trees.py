@@ -108,7 +108,7 @@ def by_dtype(leaves: Iterable[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def row_of(leaves: list[Tensor]) -> Tensor:
+def flattened(leaves: list[Tensor]) -> Tensor:
     """Return the numbers of all leaves, of one dtype, in one row."""
     if len(leaves) == 1:
         return leaves[0] if leaves[0].ndim == 1 else leaves[0].reshape(-1)  # a reshape is a node of the graph

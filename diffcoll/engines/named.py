@@ -1,4 +1,4 @@
-"""What a compiled graph contains of a group: its name, and facts that do not change."""
+"""What a compiled graph contains of a group: its name, and constants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from diffcoll.engines.engine import Blocks, Engine, Wait
 
-Facts = tuple[str, int, int, str, tuple[str, ...] | None, str, tuple[tuple[str, int], ...], tuple[int, ...]]
+Constants = tuple[str, int, int, str, tuple[str, ...] | None, str, tuple[tuple[str, int], ...], tuple[int, ...]]
 
 
 class NamedEngine(Engine):
@@ -15,10 +15,10 @@ class NamedEngine(Engine):
 
     compiling = True
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, constants: Constants) -> None:
         # Not super().__init__: this engine needs no locks and buffers, and Dynamo would have to trace their creation.
-        self.key, self.rank, self.size, self.description, self.devices = facts[:5]
-        self._control_device, self._small, self._global_ranks = facts[5:]
+        self.key, self.rank, self.size, self.description, self.devices = constants[:5]
+        self._control_device, self._small, self._global_ranks = constants[5:]
 
     @property
     @override
@@ -39,7 +39,7 @@ class NamedEngine(Engine):
         raise NotImplementedError("a graph under compilation moves nothing")
 
 
-def facts(engine: Engine) -> Facts:
+def constants_of(engine: Engine) -> Constants:
     """Return the arguments of a `NamedEngine`: constants that Dynamo can write into a graph."""
     small = tuple((device, engine.small(device)) for device in engine.devices or ())
     control = str(engine.control_device)
