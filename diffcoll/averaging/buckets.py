@@ -66,12 +66,9 @@ class Parameter:
 
         The view is a new tensor in every block, with a version of its own, so that a bucket can tell who holds it.
         """
-        if reduced.dtype == self.dtype:
-            self.gradient.assign(reduced.data)
-        elif self.dtype.is_complex:
-            self.gradient.assign(torch.view_as_complex(reduced.to(self.dtype.to_real())))
-        else:
-            self.gradient.assign(reduced.to(self.dtype))
+        if self._is_sent_in_pairs:
+            reduced = torch.view_as_complex(reduced.to(self.dtype.to_real()))
+        self.gradient.assign(reduced.to(self.dtype).data)
 
 
 class Bucket:

@@ -87,10 +87,10 @@ class Reducer:
         self.choose_witness()
 
     def choose_witness(self) -> None:
-        """Give a hook to the smallest parameter of the last buckets that the block has used; the same if it still is.
+        """Let the smallest parameter of the last buckets that the block has used be the witness, or the same as before.
 
-        Its gradient stays in `.grad` until the end of a block, which tells whether gradients were modified. Every hook
-        tells of backward outside of a block; without this one, models of one bucket have none after the first block.
+        Its gradient stays in `.grad` until a block ends, which tells whether gradients were modified. Its hook, like
+        all, tells of backward outside of a block; after the first block small parameters have no other one.
         """
         late = [p for b in self.buckets[len(self.early) :] for p in b.parameters if p.tensor.requires_grad]
         rank = {p: (p.state == UNUSED, p is not self.witness, p.tensor.nbytes) for p in late}
@@ -181,9 +181,8 @@ class Block:
         reducer, bucket, grad = self._reducer, p.bucket, p.tensor.grad
         if grad is None:
             raise RuntimeError(
-                f"{NAME}.reduce: {p.name}: backward has accumulated a gradient, and something has taken it from "
-                "`.grad`, such as a hook that steps on each gradient, or the block of another averager; step after "
-                "the block, and let one averager have the parameter"
+                f"{NAME}.reduce: {p.name}: a hook or the block of another averager has taken its gradient from `.grad` "
+                "while backward runs; step after the block, and let one averager have the parameter"
             )
         assert bucket is not None
         with self._lock:
@@ -256,9 +255,9 @@ class Block:
         for p, (grad, at) in self._seen.items():
             if p.tensor.grad is not grad or version(grad) != at:
                 raise RuntimeError(
-                    f"{NAME}.reduce: {p.name}: its gradient was modified within the block after backward. Clip and "
-                    "step after the block, and call zero_grad() before it. If DistributedDataParallel has averaged it "
-                    "already, use DDP or the averager, not both"
+                    f"{NAME}.reduce: {p.name}: its gradient was modified within the block after backward, as by "
+                    "clipping, zero_grad(), a hook or DistributedDataParallel. Clip after the block, zero before it, "
+                    "and use DDP or the averager, not both"
                 )
         for p in self._at_most_once:
             p.refuse_reduced()

@@ -80,10 +80,9 @@ def _refuse(optimizer: Optimizer) -> None:
     if any(reducer.forbids(optimizer) for reducer in reducers):
         raise RuntimeError(
             f"{NAME}: {type(optimizer).__name__}.step on gradients that no block has reduced: a block is open, or "
-            "backward has run outside of a block since the last one. Call averager.backward(loss) instead of "
-            "loss.backward(), with micro-batches for the last one, and step after it. If DistributedDataParallel "
-            "averages these gradients already, use DDP or the averager, not both. To step on the gradients of this "
-            "rank, call averager.close()"
+            "since the last one backward has run outside of a block. Call averager.backward(loss) instead of "
+            "loss.backward(), with micro-batches for the last one, and step after it. If DDP averages these gradients "
+            "already, use DDP or the averager, not both. To step on local gradients, call averager.close()"
         )
 
 

@@ -296,7 +296,8 @@ def test_a_forgotten_block_of_a_model_with_branches(before, bucket_mb):
             refusal(RuntimeError, optimizer.step)
         with pytest.raises(RuntimeError), averager.reduce():
             loss(digit).backward()
-            nn.utils.clip_grad_norm_(branches.parameters(), 1e-3)
+            if r == 0:
+                nn.utils.clip_grad_norm_(branches.parameters(), 1e-3)
         branches.zero_grad()
         optimizer.step()
 

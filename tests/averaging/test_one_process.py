@@ -217,11 +217,11 @@ def test_gradients_in_other_layouts(size):
             p.register_post_accumulate_grad_hook(lambda p, i=i: setattr(p, "grad", layouts(r)[i]))
         torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
         averager = dc.GradientAverager(parameters)
-        torch.use_deterministic_algorithms(False)
         for _ in range(2):
             for p in parameters:
                 p.grad = None
             averager.backward(sum(p.abs().sum() for p in parameters))
+        torch.use_deterministic_algorithms(False)
         assert p.grad.is_contiguous(memory_format=torch.channels_last) and not parameters[0].grad.is_contiguous()
         for p in parameters:
             bucket = torch.empty(0, dtype=p.dtype).set_(p.grad.untyped_storage())
