@@ -29,11 +29,11 @@ class PowerSGD:
     @torch.no_grad()
     def reduce(self, net: nn.Module) -> None:
         """Call it after backward, on all ranks; every parameter has a gradient."""
-        rest = dict(enumerate(p.grad for p in net.parameters() if p.grad is not None))
-        matrices = {i: g.flatten(1) for i, g in rest.items() if g.dim() > 1 and min(g.flatten(1).shape) > self.rank}
+        grads = dict(enumerate(p.grad for p in net.parameters() if p.grad is not None))
+        matrices = {i: g.flatten(1) for i, g in grads.items() if g.dim() > 1 and min(g.flatten(1).shape) > self.rank}
+        rest = {i: g for i, g in grads.items() if i not in matrices}
         for i, m in matrices.items():
-            del rest[i]
-            m += self.residuals.get(i, 0)  # a view of the gradient
+            matrices[i] = m = m + self.residuals.get(i, 0)
             if i not in self.projections:
                 q = torch.randn(m.shape[1], self.rank, generator=self.generator, dtype=m.dtype)
                 self.projections[i] = q.to(m.device)
@@ -45,7 +45,7 @@ class PowerSGD:
         mine = {i: m.T @ ps[i] for i, m in matrices.items()}
         for i, q in dc.all_reduce(mine, "mean").items():
             self.residuals[i], self.projections[i] = matrices[i] - ps[i] @ mine[i].T, q
-            matrices[i].copy_(ps[i] @ q.T)
+            grads[i].copy_((ps[i] @ q.T).view_as(grads[i]))  # `flatten` has copied channels-last gradients
 
 
 def train(rank: int, rank_of_matrices: int) -> float:

@@ -24,8 +24,8 @@ STEPS = 12
 def load(file: Path) -> Any:
     content = file.read_bytes() if dc.get_rank() == 0 else b""
     length = int(dc.broadcast(torch.tensor(len(content))))
-    data = dc.broadcast(torch.tensor(list(content.ljust(length, b"\0")), dtype=torch.uint8))
-    return torch.load(io.BytesIO(bytes(data.tolist())))
+    data = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
+    return torch.load(io.BytesIO(dc.broadcast(data).numpy()))
 
 
 def train(rank: int, folder: str, is_resumed: bool, stop: int) -> list[float]:

@@ -97,7 +97,8 @@ def averaging(model: nn.Module, gs: list[Tensor], loader: list[Tensor]) -> None:
     assert_type(dc.global_mean(3.0), Tensor)
     dc.GradientAverager(model, reduction="max")  # type: ignore
     dc.GradientAverager(model, broadcast="once")  # type: ignore
-    averager.reduce("3")  # type: ignore
+    averager.reduce(count="3")  # type: ignore
+    averager.reduce(3)  # type: ignore
 
 
 def rank_of(x: Tensor) -> tuple[int, Tensor]:

@@ -24,15 +24,18 @@ from diffcoll.core.reductions import spelled
 from diffcoll.core.torch_private.tracing import untraced
 from diffcoll.engines.types import Group, ReduceOp
 
-#: What an attribute of a wrapped module would be.
-_NO_WRAPPER = f"a {NAME} wraps nothing: call your model, and use its parameters() and state_dict()"
+#: How to write a block.
+_BLOCK = "call averager.backward(loss), or `with averager.reduce(): loss.backward()`, both with count=n if needed"
+#: What an attribute of a wrapped module would be, and what `with averager:` would do.
+_NO_WRAPPER = f"a {NAME} wraps nothing: call your model, and use its parameters() and state_dict(); {_BLOCK}"
 
 
 class GradientAverager:
     """Data-parallel training: average the gradients of a model over the ranks, without wrapping it.
 
     The reduction is a block. At its end `.grad` has the mean over the ranks, the same bits on all of them; while
-    backward runs in it, complete buckets are sent. Outside of a block nothing happens: gradients are this rank's own.
+    backward runs in it, complete buckets are sent. Outside of a block nothing happens: gradients are this rank's own,
+    and an optimizer's step on them raises, wherever a parameter shows it that the last block used.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
@@ -48,7 +51,7 @@ class GradientAverager:
         module_or_params: an `nn.Module`, parameters, or pairs (name, parameter); the same on all ranks in number,
             order, names, shapes, strides and dtypes, which may be mixed, as devices may. Integer parameters are only
             broadcast. Parameters may be frozen and unfrozen at any time. Those that a module gets later are not
-            averaged: make the averager when the model is complete, like an optimizer.
+            averaged: make the averager when the model is complete, like an optimizer, and before the forward.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
         reduction: `"mean"`: Σ_r g_r / N, for equal batches and for losses of `diffcoll.nn`. `"sum"`: Σ_r g_r, if each
             loss is already divided by the global count. A block with a `count` replaces both. Spelled as in
@@ -102,7 +105,7 @@ class GradientAverager:
         """The group over which gradients are reduced, as it was passed."""
         return self._group
 
-    def reduce(self, count: float | Tensor | None = None) -> Block:
+    def reduce(self, *_wrong: NoReturn, count: float | Tensor | None = None) -> Block:
         """Return the block at whose end `.grad` is reduced: everything in it, earlier micro-batches included.
 
         All ranks enter it equally often. What happens in it may differ: a rank may use other parameters or none, may
@@ -111,7 +114,7 @@ class GradientAverager:
         for all, and then `with averager.reduce(): pass`.
 
         Zero, clip and step outside of the block. `GradScaler.unscale_` within it is wrong, and not noticed. Blocks of
-        two averagers, as of a generator and a discriminator, may be open at once.
+        two averagers without common parameters, as of a generator and a discriminator, may be open at once.
 
         Args:
             count: for unequal batches: the number of items (rows, tokens) over which this rank's loss is a *sum*. The
@@ -120,21 +123,26 @@ class GradientAverager:
                 ranks pass one, or none does. It counts everything in `.grad`, earlier micro-batches included.
 
         Raises:
-            ValueError, TypeError: from here: the count is neither.
+            ValueError, TypeError: from here: the count is neither, or requires a gradient, as a loss does.
             RuntimeError: at the end, on all ranks: a rank has left its block by an error, and raises that itself; or
-                gradients were modified in the block, or, with `"sum"` or a count, were reduced before. `.grad` is None
-                on all ranks; call `zero_grad()` and take the next step.
+                gradients were modified or taken in the block, or, with `"sum"` or a count, were reduced before, by
+                whichever averager. `.grad` is None on all ranks; call `zero_grad()` and take the next step.
             CollectiveMismatchError: at the end, on all ranks: some pass a count, and others do not.
             CollectiveFailedError: a rank has died or did not enter its block; names the message.
         """
         if self._is_closed:
             raise RuntimeError(f"{NAME}.reduce: was closed by close(); make a new {NAME}, or use plain backward()")
+        if _wrong or (isinstance(count, Tensor) and count.requires_grad):
+            got = "it by position" if _wrong else "a tensor that requires a gradient"
+            raise TypeError(message(f"{NAME}.reduce", "count", got, "count=n, a number of items", _BLOCK))
         return Block(self._reducer, None if count is None else checked_count(f"{NAME}.reduce", "count", count))
 
     @untraced
-    def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
+    def backward(self, loss: Tensor, *_wrong: NoReturn, count: float | Tensor | None = None) -> None:
         """Call `loss.backward()` in a block, see `reduce`."""
-        with self.reduce(count):
+        if _wrong:
+            raise TypeError(message(f"{NAME}.backward", "loss", f"{1 + len(_wrong)} by position", "one", _BLOCK))
+        with self.reduce(count=count):
             torch.autograd.backward(loss)
 
     def close(self) -> None:
@@ -147,8 +155,10 @@ class GradientAverager:
             self._reducer.close()
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Explain that the model is called."""
+        """Explain that the model is called, and that `reduce` returns the context manager."""
         raise TypeError(_NO_WRAPPER)
+
+    __enter__ = __exit__ = __call__
 
     def __getattr__(self, name: str) -> Any:
         """Explain that a module's attributes are the module's."""

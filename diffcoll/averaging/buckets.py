@@ -6,24 +6,29 @@ import torch
 from torch import Tensor
 
 from diffcoll.averaging.messages import NAME, UNUSED, USED
+from diffcoll.averaging.unreduced import gradient_of
 from diffcoll.core.dtypes import wider
-from diffcoll.core.torch_private.tensors import copy_each, storage_uses, version
+from diffcoll.core.torch_private.tensors import copy_each, storage_uses
 from diffcoll.engines.devices import stream_source
 
 #: Gradients of fewer bytes are copied into the bucket by one call: for them a call takes longer than the copy.
 SMALL, SMALL_ON_ACCELERATOR = 64 << 10, 4 << 20
+#: Bytes of which the address of a gradient in a bucket is a multiple, as vectorized kernels and Inductor expect.
+ALIGNMENT = 16
 
 
 class Parameter:
-    """One parameter, and its gradient as the last block has left it."""
+    """One parameter of an averager, and where its gradient is in a block."""
 
     def __init__(self, index: int, name: str, tensor: Tensor, comm_dtype: torch.dtype | None) -> None:
-        self.index, self.name, self.tensor = index, name, tensor
+        self.index, self.name, self.tensor, self.gradient = index, name, tensor, gradient_of(tensor)
         self.dtype, self.shape = tensor.dtype, tensor.shape
         sent_dtype = self.dtype if comm_dtype is None or comm_dtype == self.dtype.to_real() else comm_dtype
         self._is_sent_in_pairs = self.dtype.is_complex and not sent_dtype.is_complex
         #: Its gradient as it is sent, without memory: its dtype, shape and strides, those of a dense parameter.
         self.meta = torch.empty_like(self.as_sent(tensor.detach()), dtype=sent_dtype, device="meta")
+        #: Its numbers in a bucket, with what aligns the next gradient.
+        self.n_sent = -(-self.meta.nbytes // ALIGNMENT) * ALIGNMENT // sent_dtype.itemsize
         #: Whether its gradient is copied together with others; the same on all ranks: small ones stand first.
         small = SMALL if tensor.is_cpu else SMALL_ON_ACCELERATOR
         self.is_small = sent_dtype == self.dtype and tensor.nbytes < small
@@ -31,9 +36,6 @@ class Parameter:
         self.bucket: Bucket | None = None
         #: In a block, where its gradient is on this rank; after the note, the largest state of all ranks.
         self.state = UNUSED
-        #: `.grad` as a block has assigned it, and its version then; backward outside of a block advances that.
-        self.assigned: Tensor | None = None
-        self.version = 0
 
     def as_sent(self, x: Tensor) -> Tensor:
         """Return a gradient in the shape in which it is sent: complex numbers in a real dtype as pairs."""
@@ -51,18 +53,12 @@ class Parameter:
                 'dc.all_reduce(gradients, "mean")'
             )
 
-    def is_reduced(self) -> bool:
-        """Whether `.grad` is what the last block assigned, neither zeroed nor modified nor frozen since."""
-        grad = self.tensor.grad
-        is_same = grad is not None and grad is self.assigned and version(grad) == self.version
-        return is_same and self.tensor.requires_grad
-
     def refuse_reduced(self) -> None:
         """Raise if a reduced gradient would be reduced again."""
-        if self.is_reduced():
+        if self.gradient.is_reduced():
             raise RuntimeError(
-                f"{NAME}.reduce: {self.name}: its gradient was reduced by the last block, and a sum would reduce it "
-                "again; call zero_grad() before the next gradients"
+                f"{NAME}.reduce: {self.name}: its gradient was reduced by the last block, of any {NAME}, and a sum "
+                "would reduce it again; call zero_grad() before the next gradients"
             )
 
     def assign(self, reduced: Tensor) -> None:
@@ -70,20 +66,9 @@ class Parameter:
 
         The view is a new tensor in every block, with a version of its own, so that a bucket can tell who holds it.
         """
-        if reduced.dtype == self.dtype:
-            grad = reduced.data
-        elif self.dtype.is_complex:
-            grad = torch.view_as_complex(reduced.to(self.dtype.to_real()))
-        else:
-            grad = reduced.to(self.dtype)
-        self.tensor.grad = self.assigned = grad
-        self.version = version(grad)
-
-    def drop(self) -> None:
-        """Set `.grad` to None, unless the parameter is frozen."""
-        if self.tensor.requires_grad:
-            self.tensor.grad = None
-        self.assigned = None
+        if self._is_sent_in_pairs:
+            reduced = torch.view_as_complex(reduced.to(self.dtype.to_real()))
+        self.gradient.assign(reduced.to(self.dtype).data)
 
 
 class Bucket:
@@ -98,12 +83,12 @@ class Bucket:
 
     def _allocate(self) -> None:
         """Allocate the memory and count the bucket's own references to it, without those of local variables."""
-        sizes = [p.meta.numel() for p in self.parameters]
-        row = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+        sizes = [p.n_sent for p in self.parameters]
+        row = torch.zeros(sum(sizes), dtype=self._dtype, device=self._device)  # zeros between gradients stay zeros
         pieces = zip(self.parameters, row.split_with_sizes(sizes), strict=True)
         self.memory = {p: piece.as_strided(p.meta.shape, p.meta.stride()) for p, piece in pieces}
         self.row = torch.view_as_real(row).view(-1) if row.is_complex() else row  # what is reduced
-        self._row_of_small = row[: sum(p.meta.numel() for p in self.parameters if p.is_small)]
+        self._row_of_small = row[: sum(p.n_sent for p in self.parameters if p.is_small)]
         del row, pieces
         self._uses = storage_uses(self.row)
 
@@ -114,9 +99,10 @@ class Bucket:
         """
         uses = self._uses
         for p, memory in self.memory.items():
-            if p.assigned is None or p.tensor.grad is not p.assigned:
-                p.assigned = None
-            elif p.tensor.requires_grad and p.assigned.is_set_to(memory):
+            assigned = p.gradient.assigned
+            if assigned is None or p.tensor.grad is not assigned:
+                assigned = p.gradient.assigned = None
+            elif p.tensor.requires_grad and assigned.is_set_to(memory):
                 uses += 1  # not a frozen gradient, which stays, nor one to which a conversion gave other memory
         is_shared = self.row.is_cpu and self.row.untyped_storage().is_shared()
         if storage_uses(self.row) > uses or is_shared:
@@ -195,13 +181,13 @@ def cut(order: list[Parameter], nbytes: float) -> list[Bucket]:
     filling: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], float] = {}
     for p in order:
-        key = p.meta.dtype, p.tensor.device
-        if p.meta.nbytes > nbytes:
+        key, size = (p.meta.dtype, p.tensor.device), p.n_sent * p.meta.itemsize
+        if size > nbytes:
             contents.append([p])
             continue
-        if key not in filling or sizes[key] + p.meta.nbytes > nbytes:
+        if key not in filling or sizes[key] + size > nbytes:
             filling[key], sizes[key] = [], 0.0
             contents.append(filling[key])
         filling[key].append(p)
-        sizes[key] += p.meta.nbytes
+        sizes[key] += size
     return [Bucket(parameters) for parameters in sorted(contents, key=lambda each: order.index(each[-1]))]

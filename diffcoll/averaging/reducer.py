@@ -46,9 +46,10 @@ class Reducer:
         self.engine, self.is_mean, self._nbytes = engine, is_mean, nbytes
         self.parameters = [Parameter(i, *pair, comm_dtype) for i, pair in enumerate(named)]
         self._ids = {id(p.tensor) for p in self.parameters}
-        #: The open block, and whether backward has run outside of one since the last, as far as the witness tells.
+        #: The open block.
         self.block: Block | None = None
-        self.is_local = False
+        #: A parameter of the last buckets, the smallest of those that this rank uses.
+        self.witness: Parameter | None = None
         #: The count of a rank that has none on a device, in the finest dtype.
         finest = fold(torch.promote_types, (p.dtype.to_real() for p in self.parameters), torch.float32)
         self.zero = torch.zeros((), dtype=finest, device=self.parameters[0].tensor.device)
@@ -59,7 +60,8 @@ class Reducer:
         self._order = [i for i in reversed(range(len(named))) if has_place[i]]
         #: The order in which gradients come on this rank, while it is recorded.
         self.recorded: dict[int, None] | None = {}
-        self._handles: list[Any] = []
+        #: Handles of hooks, by the parameter's index.
+        self._handles: dict[int, Any] = {}
         weakref.finalize(self, _remove, self._handles)
         self._lay_out()
         reducers.add(self)
@@ -70,22 +72,36 @@ class Reducer:
         self._is_outdated = False
         #: In the order in which they are sent: first those that are sent while backward runs.
         self.buckets: list[Bucket] = []
+        self.early: set[Bucket] = set()
         for p in self.parameters:  # free the old buckets before new ones are allocated
             p.bucket = None
         buckets = cut([self.parameters[i] for i in self._order], self._nbytes)
         early = [bucket for bucket in buckets[:-1] if self.engine.overlaps(bucket.row)]
         self.buckets = [*early, *(bucket for bucket in buckets if bucket not in early)]
-        self.n_early = len(early)
-        #: The smallest parameter of the other buckets: its gradient stays in `.grad` until the end of a block.
-        candidates = [p for bucket in self.buckets[self.n_early :] for p in bucket.parameters if p.tensor.requires_grad]
-        self.witness = min(candidates, key=lambda p: p.tensor.nbytes, default=None)
+        self.early = set(early)
         for bucket in self.buckets:
             for p in bucket.parameters:
                 p.bucket = bucket
-                is_needed = self.recorded is not None or bucket in early or p is self.witness or not p.is_small
-                if is_needed and p.tensor.requires_grad:
-                    register: Any = p.tensor.register_post_accumulate_grad_hook
-                    self._handles.append(register(_hook(weakref.ref(self), p.index)))
+                if self.recorded is not None or bucket in self.early or not p.is_small:
+                    self._register_hook(p)
+        self.choose_witness()
+
+    def choose_witness(self) -> None:
+        """Let the smallest parameter of the last buckets that the block has used be the witness, or the same as before.
+
+        Its gradient stays in `.grad` until a block ends, which tells whether gradients were modified. Its hook, like
+        all, tells of backward outside of a block; after the first block small parameters have no other one.
+        """
+        late = [p for b in self.buckets[len(self.early) :] for p in b.parameters if p.tensor.requires_grad]
+        rank = {p: (p.state == UNUSED, p is not self.witness, p.tensor.nbytes) for p in late}
+        self.witness = min(late, key=rank.__getitem__, default=None)
+        if self.witness is not None:
+            self._register_hook(self.witness)
+
+    def _register_hook(self, p: Parameter) -> None:
+        if p.tensor.requires_grad and p.index not in self._handles:
+            register: Any = p.tensor.register_post_accumulate_grad_hook
+            self._handles[p.index] = register(_hook(weakref.ref(self), p.index))
 
     def begin(self) -> None:
         """Prepare the buckets for a block."""
@@ -105,24 +121,10 @@ class Reducer:
         if new or self.recorded is not None:
             self._order, self.recorded, self._is_outdated = [*self._order, *new], None, True
 
-    def after_accumulate(self, p: Parameter) -> None:
-        """Record a gradient that autograd has accumulated outside of a block."""
-        grad = p.tensor.grad
-        if grad is not None and grad is p.assigned and version(grad) == p.version + 1:
-            p.version += 1  # not zeroed before: what was reduced is still in it
-        if p is self.witness:
-            self.is_local = True
-
-    def after_block(self) -> None:
-        """Record that no gradient is local any more, for other averagers of these parameters too."""
-        self.block = None
-        for reducer in reducers:
-            if reducer.witness is not None and id(reducer.witness.tensor) in self._ids:
-                reducer.is_local = False
-
     def forbids(self, optimizer: Optimizer) -> bool:
-        """Whether a step of this optimizer would use a gradient that is not reduced."""
-        is_local = self.is_local and self.witness is not None and self.witness.tensor.grad is not None
+        """Whether a step of this optimizer would use a gradient that is not reduced, as far as hooks tell."""
+        hooked = (self.parameters[i] for i in self._handles)
+        is_local = any(p.gradient.is_local and p.tensor.grad is not None for p in hooked)
         ids = (id(p) for group in optimizer.param_groups for p in group["params"])
         return (self.block is not None or is_local) and not self._ids.isdisjoint(ids)
 
@@ -161,41 +163,46 @@ class Block:
         self._count = count
         #: One for each bucket that was sent.
         self._sent: list[Message] = []
-        #: The witness's gradient, and the version that autograd has given it.
-        self._seen: Tensor | None = None
-        self._version = 0
+        #: Gradients that stay in `.grad` until the end, as far as hooks tell, and their versions by autograd.
+        self._seen: dict[Parameter, tuple[Tensor, int]] = {}
+        #: Autograd has a thread for each device, and each calls hooks.
+        self._lock = threading.Lock()
         #: Hooks that raise before a reduced gradient is added to.
-        self._guards: list[Any] = []
+        self._guards: dict[int, Any] = {}
         reducer.begin()
         for p in self._at_most_once:
-            if p.is_reduced():
+            if p.gradient.is_reduced():
                 register: Any = p.tensor.register_hook
-                self._guards.append(register(untraced(lambda _, p=p: p.refuse_reduced())))
+                self._guards[p.index] = register(untraced(lambda _, p=p: p.refuse_reduced()))
         reducer.block = self
 
     def after_accumulate(self, p: Parameter) -> None:
         """Move a gradient that autograd has accumulated to its bucket, which is sent if it is complete."""
         reducer, bucket, grad = self._reducer, p.bucket, p.tensor.grad
-        if grad is None or bucket is None:
-            return  # a hook of the user's has taken it
-        if reducer.recorded is not None:
-            reducer.recorded.setdefault(p.index)
-        is_witness = p is reducer.witness
-        if is_witness and self._seen is None:
-            self._seen, self._version = grad, version(grad)
-        elif is_witness:
-            self._version += 1
-        bucket.enter_stream()
-        if p not in bucket.pending:
-            return  # a further gradient stays in `.grad` until the bucket is sent, or the block ends
-        bucket.pending.remove(p)
-        if not p.is_small and not is_witness:
-            bucket.pack(p, self._scale)  # while it is in the cache; its own memory is free for the next gradient
-        for ready in reducer.buckets[len(self._sent) : reducer.n_early] if not bucket.pending else ():
-            if ready.pending:
-                break
-            ready.complete(self._scale)
-            self._send(ready)
+        if grad is None:
+            raise RuntimeError(
+                f"{NAME}.reduce: {p.name}: a hook or the block of another averager has taken its gradient from `.grad` "
+                "while backward runs; step after the block, and let one averager have the parameter"
+            )
+        assert bucket is not None
+        with self._lock:
+            if reducer.recorded is not None:
+                reducer.recorded.setdefault(p.index)
+            bucket.enter_stream()
+            stays = bucket not in reducer.early and (p.is_small or p is reducer.witness)
+            if stays:
+                first, at = self._seen.get(p, (grad, version(grad) - 1))
+                self._seen[p] = first, at + 1
+            if p not in bucket.pending:
+                return  # a further gradient stays in `.grad` until the bucket is sent, or the block ends
+            bucket.pending.remove(p)
+            if not p.is_small and not stays:
+                bucket.pack(p, self._scale)  # while it is in the cache; its own memory is free for the next gradient
+            for ready in reducer.buckets[len(self._sent) : len(reducer.early)] if not bucket.pending else ():
+                if ready.pending:
+                    break
+                ready.complete(self._scale)
+                self._send(ready)
 
     @untraced
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -205,14 +212,17 @@ class Block:
                 self._end(error)
         except BaseException as raised:
             for p in self._reducer.parameters:
-                p.drop()
+                p.gradient.assign(None)
             if error is None or not isinstance(raised, Exception):
                 raise
         finally:
             _remove(self._guards)
-            self._reducer.after_block()
+            self._reducer.block = None
 
     def _end(self, failure: BaseException | None) -> None:
+        reducer = self._reducer
+        if type(failure) is RuntimeError and reducer.recorded is not None and hasattr(failure, "add_note"):  # 3.11
+            failure.add_note(f"{NAME}: make it before the forward: it writes rank 0's values into the parameters")
         if failure is None:
             try:
                 self._pack()
@@ -226,26 +236,29 @@ class Block:
                 f"{NAME}.reduce: the block was left by an error on rank {', '.join(map(str, note.failed))}, which has "
                 "the cause, and `.grad` is None on all ranks; to go on, call zero_grad() and take the next step"
             )
-        n = self._reducer.engine.size
+        n = reducer.engine.size
         if 0 < note.n_counting < n:
             raise CollectiveMismatchError(
                 f"{NAME}.reduce: count: got one on {note.n_counting:.0f} of {n} ranks; pass one on all, 0 where there "
                 "is nothing"
             )
-        for p, state in zip(self._reducer.parameters, note.states, strict=True):
+        if reducer.witness is None or reducer.witness.state == UNUSED:
+            reducer.choose_witness()  # here `state` is this rank's
+        for p, state in zip(reducer.parameters, note.states, strict=True):
             p.state = state
-        self._reducer.follow()
+        reducer.follow()
         self._assign(note)
 
     def _pack(self) -> None:
         """Move all gradients to their buckets; what is in `.grad` then comes late."""
-        reducer, seen = self._reducer, self._seen
-        witness = None if reducer.witness is None else reducer.witness.tensor.grad
-        if seen is not None and (witness is not seen or version(seen) != self._version):
-            raise RuntimeError(
-                f"{NAME}.reduce: a gradient was modified within the block after backward, as by clipping, zero_grad() "
-                "or DistributedDataParallel; do it after the block, or zero_grad() before it"
-            )
+        reducer = self._reducer
+        for p, (grad, at) in self._seen.items():
+            if p.tensor.grad is not grad or version(grad) != at:
+                raise RuntimeError(
+                    f"{NAME}.reduce: {p.name}: its gradient was modified within the block after backward, as by "
+                    "clipping, zero_grad(), a hook or DistributedDataParallel. Clip after the block, zero before it, "
+                    "and use DDP or the averager, not both"
+                )
         for p in self._at_most_once:
             p.refuse_reduced()
         for bucket in reducer.buckets[len(self._sent) :]:
@@ -264,10 +277,10 @@ class Block:
                 timer = threading.Timer(PATIENCE, sys.stderr.write, [text])
                 timer.start()
                 stack.callback(timer.cancel)
-            for bucket in reducer.buckets[len(self._sent) : reducer.n_early]:
+            for bucket in reducer.buckets[len(self._sent) : len(reducer.early)]:
                 self._send(bucket)
             note = Note(reducer.host, [p.state for p in reducer.parameters], self._count, failure is not None)
-            for bucket in reducer.buckets[reducer.n_early :]:
+            for bucket in reducer.buckets[len(reducer.early) :]:
                 self._send(bucket)
             note.wait()
             for message in self._sent:
@@ -309,11 +322,12 @@ def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]
     def after_accumulate(_: Tensor) -> None:
         alive = reducer()
         if alive is not None:
-            (alive.block or alive).after_accumulate(alive.parameters[index])
+            p = alive.parameters[index]
+            p.gradient.after_accumulate() if alive.block is None else alive.block.after_accumulate(p)
 
     return untraced(after_accumulate)
 
 
-def _remove(handles: list[Any]) -> None:
+def _remove(handles: dict[int, Any]) -> None:
     while handles:
-        handles.pop().remove()
+        handles.popitem()[1].remove()

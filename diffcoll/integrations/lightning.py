@@ -5,6 +5,7 @@ note  notes/with/lightning.md
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -16,12 +17,19 @@ from diffcoll.averaging.averager import GradientAverager
 class GradientAveragerStrategy(DDPStrategy):
     """`Trainer(strategy=GradientAveragerStrategy())`: as `strategy="ddp"`, with `GradientAverager` in place of DDP.
 
-    It is `trainer.strategy.averager`. Each backward whose gradients the Trainer steps on is a block. Args: those of
-    `GradientAverager`.
+    It is `trainer.strategy.averager`. Each backward whose gradients the Trainer steps on is a block.
+
+    Args:
+        process_group_backend: of torch.distributed; None: Lightning's choice for the accelerator.
+        timeout: of the process group; None: PyTorch's.
+        options: arguments of `GradientAverager`.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
+    def __init__(
+        self, *, process_group_backend: str | None = None, timeout: timedelta | None = None, **options: Any
+    ) -> None:
+        limits = {} if timeout is None else {"timeout": timeout}
+        super().__init__(process_group_backend=process_group_backend, **limits)
         self.averager: GradientAverager | None = None
         self._options, self._is_accumulating = options, False
 

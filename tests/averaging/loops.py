@@ -179,10 +179,10 @@ class OnRank:
 
     def block(self, step, is_failing):
         rows = sum(batch.rows for batch in (*step.before[self.r], *step.within[self.r]))
-        counts = (rows if self.r % 2 else torch.tensor(rows),) if step.has_count else ()
+        count = (rows if self.r % 2 else torch.tensor(rows)) if step.has_count else None
         with contextlib.ExitStack() as blocks:
             for averager in self.averagers:
-                blocks.enter_context(averager.reduce(*counts))
+                blocks.enter_context(averager.reduce(count=count))
             if step.zeroed == "inside":
                 self.net.zero_grad()
             if is_failing and step.fails == "before":

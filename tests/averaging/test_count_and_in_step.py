@@ -74,7 +74,7 @@ def test_all_counts_zero_and_counts_of_any_dtype(run):
         found = [p.grad]
         for dtype in (torch.int64, torch.float32, torch.int32):
             p.grad, count = None, torch.tensor(2**24 if r == 0 else 1, dtype=dtype)
-            with averager.reduce(count):
+            with averager.reduce(count=count):
                 count.zero_()
                 p.sum().mul(2**24 + 1).div(2).backward()
             found.append(p.grad)

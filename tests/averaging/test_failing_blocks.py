@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -16,12 +17,13 @@ from training import SMALL, averaged, each, everywhere, gradients, loss, made, m
 
 import diffcoll as dc
 from diffcoll.averaging import reducer
+from diffcoll.engines.simulated.engine import LocalEngine
 from diffcoll.testing import RanksFailedError, spawn
 
 
 def step(model, averager, r, count=None):
     model.zero_grad()
-    averager.backward(loss(model, r), count)
+    averager.backward(loss(model, r), count=count)
 
 
 def raising(error, model, averager, r):
@@ -103,37 +105,43 @@ def test_one_rank_fails(run, bucket_mb):
 
 
 @on_two
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(("reduction", "count"), [("sum", None), ("mean", 1)])
-def test_sums_and_counts_into_what_was_reduced(run, reduction, count):
-    """An error on all ranks; zeroing in either way, before the block or in it, is allowed, and so is freezing."""
+def test_sums_and_counts_into_what_was_reduced(run, reduction, count, is_shared):
+    """An error on all ranks; zeroing in either way, before the block or in it, is allowed, and so is freezing.
+
+    Whichever averager has reduced it, if two share parameters.
+    """
 
     def body(r):
         model = made()
-        averager = dc.GradientAverager(model, bucket_mb=SMALL, reduction=reduction)
+        averager = other = dc.GradientAverager(model, bucket_mb=SMALL, reduction=reduction)
+        if is_shared:
+            other = dc.GradientAverager([*model.parameters()][1:], reduction=reduction)
 
         def reduced():
             step(model, averager, r, count)
             return gradients(model)
 
         right = reduced()
-        refusal(RuntimeError, averager.backward, loss(model, r), count)
-        assert all(p.grad is None for p in model.parameters())
+        refusal(RuntimeError, partial(other.backward, count=count), loss(model, r))
+        assert all(p.grad is None for p in [*model.parameters()][is_shared:])
         reduced()
         loss(model, r).backward()  # outside of a block, without zero_grad() before
-        with pytest.raises(RuntimeError), averager.reduce(count):
+        with pytest.raises(RuntimeError), other.reduce(count=count):
             pass
         reduced()
         frozen, *others = model.parameters()
         frozen.requires_grad_(False)  # which keeps its gradient
         for p in others:
             p.grad = None
-        averager.backward(loss(model, r), count)
+        averager.backward(loss(model, r), count=count)
         same(gradients(model), right)
         frozen.requires_grad_(True)
         for within, set_to_none in itertools.product((False, True), (False, True)):
             if not within:
                 model.zero_grad(set_to_none=set_to_none)
-            with averager.reduce(count):
+            with averager.reduce(count=count):
                 if within:
                     model.zero_grad(set_to_none=set_to_none)
                 loss(model, r).backward()
@@ -154,6 +162,67 @@ def test_counts_on_some_ranks_only(run):
         return gradients(model)
 
     same(each(body, 2, run), averaged(2))
+
+
+def take(p):
+    p.grad = None
+
+
+@on_two
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_hook_that_takes_gradients(run, is_first):
+    """On one rank, whether registered before the averager's hooks or after them; without it the next step is right."""
+
+    def body(r):
+        model, handles = made(), []
+
+        def register():
+            handles.extend(p.register_post_accumulate_grad_hook(take) for p in [*model.parameters()] * (r == 1))
+
+        for bucket_mb, k in itertools.product((SMALL, 25), range(3)):
+            if is_first:
+                register()
+            averager = dc.GradientAverager(model, bucket_mb=bucket_mb)
+            for _ in range(0 if is_first else k):
+                step(model, averager, r)
+            if not is_first:
+                register()
+            for _ in range(2):
+                model.zero_grad()
+                refusal(RuntimeError, averager.backward, loss(model, r))
+                assert all(p.grad is None for p in model.parameters())
+            while handles:
+                handles.pop().remove()
+            step(model, averager, r)
+            same(gradients(model), averaged(2))
+
+    run(body, range(2))
+
+
+def test_two_threads_of_backward(monkeypatch):
+    """Autograd has one for each device; a bucket is sent once, and buckets in order."""
+    sent, parts = [], [nn.Parameter(torch.ones(2)) for _ in range(5)]
+
+    class Slow(reducer.Message):
+        def __init__(self, engine, row, at, what):
+            sent.append(at)
+            time.sleep(0.05)
+            super().__init__(engine, row, at, what)
+
+    def body(r):
+        averager = dc.GradientAverager(parts, bucket_mb=16 / 2**20)
+        with averager.reduce():
+            threads = [threading.Thread(target=(p.sum() * i).backward) for i, p in enumerate(parts)]
+            for thread in reversed(threads):
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return [p.grad.tolist() for p in parts]
+
+    monkeypatch.setattr(LocalEngine, "overlaps", lambda self, x: True)
+    monkeypatch.setattr(reducer, "Message", Slow)
+    assert rules(body, range(1)) == [[[float(i)] * 2 for i in range(5)]]
+    assert sent == [f"bucket {i} of 5" for i in range(5)]
 
 
 # ── a forgotten block ────────────────────────────────────────────────────────────────────────────────────
@@ -200,6 +269,62 @@ def test_a_step_on_gradients_that_no_block_has_reduced():
     optimizer.step()
 
 
+@pytest.mark.parametrize("before", ["", "0", "1", "2", "000", "111", "222", "011", "210", "0120"])
+@pytest.mark.parametrize("bucket_mb", [SMALL, 25])
+def test_a_forgotten_block_of_a_model_with_branches(before, bucket_mb):
+    """Each rank notices it by what its last block has used; in the first step by any parameter. So clipping in one."""
+
+    def body(r):
+        branches = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(2, 30), nn.Linear(150, 150)])
+        averager = dc.GradientAverager(branches, bucket_mb=bucket_mb)
+        optimizer = torch.optim.SGD(branches.parameters(), lr=0.1)
+
+        def loss(digit):
+            branches.zero_grad()
+            branch = branches[(int(digit) + r) % 3]
+            return branch(torch.ones(1, branch.in_features)).sum()
+
+        for digit in before:
+            averager.backward(loss(digit))
+            optimizer.step()
+            with averager.reduce():
+                pass
+            optimizer.step()
+        for digit in before[-1:] or "012":
+            averager.reduce()  # and never entered
+            loss(digit).backward()
+            refusal(RuntimeError, optimizer.step)
+        with pytest.raises(RuntimeError), averager.reduce():
+            loss(digit).backward()
+            if r == 0:
+                nn.utils.clip_grad_norm_(branches.parameters(), 1e-3)
+        branches.zero_grad()
+        optimizer.step()
+
+    rules(body, range(2))
+
+
+def test_closures_with_arguments():
+    """Of optimizers that call theirs with some, in any process that has imported the module."""
+
+    class Searching(torch.optim.SGD):
+        def step(self, closure):
+            return closure(1, backward=False), super().step()
+
+    model = made()
+    optimizer = Searching(model.parameters(), lr=0.1)
+
+    def closure(factor, *, backward):
+        if backward:
+            loss(model, 0).backward()
+        return factor, backward
+
+    for _ in range(2):
+        assert optimizer.step(closure)[0] == optimizer.step(closure=closure)[0] == (1, False)
+        averager = dc.GradientAverager(model)
+    averager.close()
+
+
 def test_sparse_gradients():
     embedding = nn.Embedding(3, 2, sparse=True)
     refusal(RuntimeError, dc.GradientAverager(embedding).backward, embedding(torch.tensor([1])).sum())
@@ -209,6 +334,21 @@ def test_an_averager_wraps_nothing():
     averager = dc.GradientAverager(made())
     refusal(TypeError, averager, torch.ones(1, 5))
     refusal(AttributeError, getattr, averager, "state_dict")
+    with pytest.raises(TypeError), averager:
+        pass
+
+
+def test_an_averager_made_after_the_forward():
+    """PyTorch's error has the remedy."""
+
+    def body(r):
+        model = made()
+        late = loss(model, r)
+        with pytest.raises(RuntimeError) as caught:
+            dc.GradientAverager(model).backward(late)
+        assert "before the forward" in getattr(caught.value, "__notes__", ["before the forward"])[0]
+
+    rules(body, range(2))
 
 
 # ── peers that do not come ───────────────────────────────────────────────────────────────────────────────
@@ -268,6 +408,11 @@ def test_an_error_is_printed_if_the_others_do_not_come(monkeypatch, capsys):
 
 # ── arguments, and who else averages ─────────────────────────────────────────────────────────────────────
 
+
+def summed():
+    return mlp()(torch.ones(4, 5)).sum()
+
+
 MISTAKES = [
     ("GradientAverager: reduction", ValueError, lambda: dc.GradientAverager(mlp(), reduction="max")),
     ("GradientAverager: bucket_mb", ValueError, lambda: dc.GradientAverager(mlp(), bucket_mb=0)),
@@ -282,10 +427,13 @@ MISTAKES = [
     ("GradientAverager: module_or_params", ValueError, lambda: dc.GradientAverager([torch.ones(2).int()])),
     ("GradientAverager: module_or_params", ValueError, lambda: dc.GradientAverager([nn.Linear(1, 1).weight * 2])),
     ("GradientAverager: module_or_params", ValueError, lambda: dc.GradientAverager(nn.LazyLinear(2))),
-    ("GradientAverager.reduce: count", ValueError, lambda: dc.GradientAverager(mlp()).reduce(-1)),
-    ("GradientAverager.reduce: count", ValueError, lambda: dc.GradientAverager(mlp()).reduce(float("nan"))),
-    ("GradientAverager.reduce: count", TypeError, lambda: dc.GradientAverager(mlp()).reduce("3")),
-    ("GradientAverager.reduce: count", ValueError, lambda: dc.GradientAverager(mlp()).reduce(torch.ones(2))),
+    ("GradientAverager.reduce: count", ValueError, lambda: dc.GradientAverager(mlp()).reduce(count=-1)),
+    ("GradientAverager.reduce: count", ValueError, lambda: dc.GradientAverager(mlp()).reduce(count=float("nan"))),
+    ("GradientAverager.reduce: count", TypeError, lambda: dc.GradientAverager(mlp()).reduce(count="3")),
+    ("GradientAverager.reduce: count", ValueError, lambda: dc.GradientAverager(mlp()).reduce(count=torch.ones(2))),
+    ("GradientAverager.reduce: count", TypeError, lambda: dc.GradientAverager(mlp()).reduce(count=summed())),
+    ("GradientAverager.reduce: count", TypeError, lambda: dc.GradientAverager(mlp()).reduce(summed())),
+    ("GradientAverager.backward: loss", TypeError, lambda: dc.GradientAverager(mlp()).backward(4, summed())),
     ("global_mean: weight", ValueError, lambda: dc.global_mean(1.0, torch.ones(2))),
     ("global_mean: weight", ValueError, lambda: dc.global_mean(1.0, float("inf"))),
     ("global_mean: weight", TypeError, lambda: dc.global_mean(1.0, "2")),
@@ -303,13 +451,13 @@ def test_a_count_of_the_host_in_a_capture(monkeypatch):
     monkeypatch.setattr(reducer, "is_capturing", lambda: True)
     averager = dc.GradientAverager(mlp())
     for count in (3, torch.tensor(3)):
-        refusal(RuntimeError, averager.reduce(count).__enter__)
+        refusal(RuntimeError, averager.reduce(count=count).__enter__)
     with averager.reduce():
         pass
 
 
 def test_with_distributed_data_parallel():
-    """On the module that it wraps, in any order of construction: an error in the first block."""
+    """On the module that it wraps, in any order of construction: an error in the first block, or in a step."""
 
     def body(r):
         ddp = nn.parallel.DistributedDataParallel
@@ -320,6 +468,8 @@ def test_with_distributed_data_parallel():
             averager = dc.GradientAverager(model, bucket_mb=bucket_mb)
             wrapped = wrapped or ddp(model, gradient_as_bucket_view=as_view)
             refusal(RuntimeError, averager.backward, wrapped(x).sum())
+            wrapped(x).sum().backward()
+            refusal(RuntimeError, torch.optim.SGD(model.parameters(), lr=0.1).step)
             averager.close()
 
     gloo(body, range(2))

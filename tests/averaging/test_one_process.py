@@ -191,7 +191,7 @@ def test_mixed_dtypes(run):
 def test_a_mean_in_the_dtype_in_which_it_is_sent(dtype, comm_dtype, values, counts, mean):
     def body(r):
         p = torch.ones(2, dtype=dtype, requires_grad=True)
-        dc.GradientAverager([p], comm_dtype=comm_dtype).backward((p * values[r]).sum(), counts[r])
+        dc.GradientAverager([p], comm_dtype=comm_dtype).backward((p * values[r]).sum(), count=counts[r])
         return [p.grad]
 
     same(each(body, 2, gloo), [torch.full((2,), mean, dtype=dtype)], 0)
@@ -199,7 +199,10 @@ def test_a_mean_in_the_dtype_in_which_it_is_sent(dtype, comm_dtype, values, coun
 
 @pytest.mark.parametrize("size", [3, 200])
 def test_gradients_in_other_layouts(size):
-    """In one bucket: expanded, complex and empty ones; transposed and channels-last parameters keep their layout."""
+    """In one bucket: expanded, complex and empty ones; transposed and channels-last parameters keep their layout.
+
+    All lie at addresses that vectorized kernels expect, with zeros between them.
+    """
 
     def layouts(r):
         x = torch.arange(float(size * size)).view(size, size) + r
@@ -212,12 +215,17 @@ def test_gradients_in_other_layouts(size):
             parameters[i].data = torch.ones_like(layouts(r)[i])
         for i, p in enumerate(parameters):
             p.register_post_accumulate_grad_hook(lambda p, i=i: setattr(p, "grad", layouts(r)[i]))
+        torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
         averager = dc.GradientAverager(parameters)
         for _ in range(2):
             for p in parameters:
                 p.grad = None
             averager.backward(sum(p.abs().sum() for p in parameters))
+        torch.use_deterministic_algorithms(False)
         assert p.grad.is_contiguous(memory_format=torch.channels_last) and not parameters[0].grad.is_contiguous()
+        for p in parameters:
+            bucket = torch.empty(0, dtype=p.dtype).set_(p.grad.untyped_storage())
+            assert p.grad.data_ptr() % 16 == 0 and bucket.isfinite().all()
         return [p.grad for p in parameters]
 
     same(each(body, 4), layouts(1.5), 0)

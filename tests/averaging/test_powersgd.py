@@ -16,11 +16,12 @@ from powersgd import PowerSGD
 def steps(r, rank):
     """Return the sums over five steps of what was used and of the exact means, and the last residuals' mean."""
     torch.manual_seed(0)
-    net, powersgd = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), PowerSGD(rank)
+    net, powersgd = nn.Sequential(nn.Conv2d(4, 5, 2), nn.Tanh(), nn.Flatten(), nn.Linear(5, 3)).double(), PowerSGD(rank)
+    net.to(memory_format=torch.channels_last)
     used, exact = [], []
     for k in range(5):
         net.zero_grad()
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * r + k), dtype=torch.double)
+        x = torch.randn(3, 4, 2, 2, generator=torch.Generator().manual_seed(10 * r + k), dtype=torch.double)
         net(x).square().sum().backward()
         exact.append(dc.all_reduce([p.grad for p in net.parameters()], "mean"))
         powersgd.reduce(net)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from datetime import timedelta
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
@@ -41,7 +42,10 @@ class ByHand(Module):
 def fit(module, batches, strategy, **options):
     quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
     options = {"max_epochs": 1, "use_distributed_sampler": False, **quiet, **options}
-    strategy = GradientAveragerStrategy() if strategy == "ours" else strategy
+    if strategy == "ours":
+        limit = timedelta(seconds=47)
+        strategy = GradientAveragerStrategy(process_group_backend="gloo", timeout=limit, bucket_mb=1.0)
+        assert strategy.process_group_backend == "gloo"
     trainer = pl.Trainer(accelerator="cpu", devices=dc.get_world_size(), strategy=strategy, **options)
     trainer.fit(module, DataLoader(list(batches), batch_size=None))
 
