@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -90,13 +90,8 @@ def emptied(batch: Any) -> Any:
         return batch[:0] if batch.dim() else batch
     if is_tree(batch):
         return tree_map(emptied, batch)
-    if isinstance(batch, MutableMapping):
-        new: Any = copy.copy(batch)
-        for key in list(batch):
-            new[key] = emptied(batch[key])
-        return new
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        new = copy.copy(batch)
+        new: Any = copy.copy(batch)
         for field in dataclasses.fields(batch):
             object.__setattr__(new, field.name, emptied(getattr(batch, field.name)))
         return new
