@@ -5,6 +5,7 @@ import time
 import warnings
 import weakref
 from datetime import timedelta
+from itertools import product
 
 import laws
 import pytest
@@ -66,6 +67,22 @@ def test_native_collectives_are_those_of_the_table():
     of_gloo = ["broadcast", "allreduce", "allreduce"]
     of_others = ["allreduce", "broadcast", "reduce", c10d._ALL_GATHER, c10d._REDUCE_SCATTER]
     assert spawn(body, range(2)) == [(of_gloo, of_others)] * 2
+
+
+def test_a_reduction_on_nccl_is_one_all_gather_if_small():
+    """Its blocks would be N − 1 messages to and from each rank, and an all-gather after them."""
+
+    def body(r):
+        engine, calls = under_another_name(cpu="nccl"), noted(dist.ProcessGroup, *METHODS)
+        most, found = engine.small("cpu") // 4, []
+        for op, numel in product(("max", "product", "logsumexp"), (0, 1, most, most // N * N + N)):
+            dc.all_reduce(torch.ones(numel), op)
+            found.append(calls[:])
+            calls.clear()
+        return most, found
+
+    small, in_blocks = [c10d._ALL_GATHER], [*["send"] * (N - 1), *["recv"] * (N - 1), c10d._ALL_GATHER]
+    assert spawn(body, range(N)) == [((64 << 10) // N, [[], small, small, in_blocks] * 3)] * N
 
 
 def test_ranks_are_ranks_within_the_group():
