@@ -2,11 +2,13 @@
 
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+import diffcoll as dc
 from benchmarks.collectives import peak_memory
 from benchmarks.counting import traffic
 from benchmarks.measuring import Bench
@@ -23,6 +25,13 @@ FORMULAS = {
     for calls, *cells in re.findall(r"^\| (`.*) \| (0|.*[Bb]) \| (.*[Bb]) \|$", NOTE, re.MULTILINE)
     for call in calls.split("; ")
 }
+#: The note's other table: calls → rounds and messages, forward and backward, for each of `MANY` ranks.
+ROUNDS = {
+    call: [tuple(map(int, cell.split(", "))) for cell in cells.split(" | ")]
+    for calls, cells in re.findall(r"^\| (`.*?) \| ([\d, |]+) \|$", NOTE, re.MULTILINE)
+    for call in calls.split("; ")
+}
+MANY = 64, 256
 
 OPS = tuple(REDUCTIONS)
 CALLS = [
@@ -39,12 +48,17 @@ def label(value):
     return ", ".join(getattr(v, "__name__", str(v)) for v in value.values()) if isinstance(value, dict) else value
 
 
-def formulas(name, op="sum", small=False, exclusive=False, grad_placement="partial", **more):
-    """Return those of a call."""
-    row = f"`{name}`" + ": exclusive=True" * exclusive
+def row(name, op="sum", small=False, exclusive=False, **more):
+    """Return what a table calls this call."""
+    words = f"`{name}`" + ": exclusive=True" * exclusive
     if name in ("all_reduce", "reduce_scatter", "reduce"):
-        row += ": sum, mean" if op in ("sum", "mean") else ": other ops" + ", small x" * small
-    forward, backward = FORMULAS[row]
+        words += ": sum, mean" if op in ("sum", "mean") else ": other ops" + ", small x" * small
+    return words
+
+
+def formulas(name, op="sum", grad_placement="partial", **more):
+    """Return those of a call."""
+    forward, backward = FORMULAS[row(name, op, **more)]
     if grad_placement == "replicate":
         backward = "0" if op in ("sum", "mean") else "(N − 1)·b"
     return forward, backward
@@ -132,8 +146,36 @@ def test_small_tensors_are_gathered_whole(name, op):
         assert [direction.nbytes for direction in large] == expected(name, {"op": op}, n, 20 * n)
 
 
+@dataclass(frozen=True)
+class Composed(Case):
+    """A call of a function that is made of collectives."""
+
+    def call(self, x, rank):
+        if self.name == "gather_batch":
+            return dc.gather_batch(x).tree
+        return dc.halo_exchange(x, 0, 1, 1) if self.name == "halo_exchange" else torch.stack([b for _, b in dc.ring(x)])
+
+
+@pytest.mark.parametrize("n", [pytest.param(n, marks=[pytest.mark.slow] * (n > 64)) for n in MANY])
+def test_rounds_and_messages_of_many_ranks(n):
+    """Of one call in each row of the table."""
+    cases = {row(name, **more): call(name, [(n,)] * n, more) for name, more in CALLS if "grad_placement" not in more}
+    cases |= {f"`{name}`": Composed(name, ((n,),) * n) for name in ("gather_batch", "halo_exchange")}
+    assert cases.keys() == ROUNDS.keys()
+    at = 2 * MANY.index(n)
+    for name, case in cases.items():
+        found = [direction[:2] for direction in traffic(case)]
+        assert found == ROUNDS[name][at : at + 2], name
+        assert max(rounds for rounds, _ in found) <= math.ceil(math.log2(n)) + 1
+
+
+def test_a_ring_takes_a_round_for_each_rank():
+    for n in (2, 3, 8):
+        assert [direction.rounds for direction in traffic(Composed("ring", ((2,),) * n))] == [n, n - 1]
+
+
 def test_what_is_small():
-    assert c10d.SMALL["gloo"] == mpi.TOGETHER == 128 << 10  # as the note says
+    assert {**c10d.SMALL, "mpi": mpi.TOGETHER} == {"gloo": 128 << 10, "mpi": 128 << 10, "nccl": 256 << 10}  # as noted
 
 
 def test_every_collective_is_in_the_table():
