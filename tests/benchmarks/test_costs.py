@@ -19,19 +19,12 @@ from diffcoll.engines.engine import even_sizes
 from diffcoll.testing.cases import Case
 
 NOTE = (Path(__file__).parents[2] / "notes" / "running" / "costs.md").read_text(encoding="utf-8")
-#: The note's table: calls → formulas of the bytes of forward and backward.
+#: The note's table: calls → formulas of the bytes of forward and backward; of rounds, and of the messages in each.
 FORMULAS = {
-    call: cells
-    for calls, *cells in re.findall(r"^\| (`.*) \| (0|.*[Bb]) \| (.*[Bb]) \|$", NOTE, re.MULTILINE)
+    call: (cells[:2], cells[2:])
+    for calls, *cells in re.findall(r"^\| (`.*) \| (0|.*[Bb]) \| (.*[Bb]) \| (.*) \| (.*) \|$", NOTE, re.MULTILINE)
     for call in calls.split("; ")
 }
-#: The note's other table: calls → rounds and messages, forward and backward, for each of `MANY` ranks.
-ROUNDS = {
-    call: [tuple(map(int, cell.split(", "))) for cell in cells.split(" | ")]
-    for calls, cells in re.findall(r"^\| (`.*?) \| ([\d, |]+) \|$", NOTE, re.MULTILINE)
-    for call in calls.split("; ")
-}
-MANY = 64, 256
 
 OPS = tuple(REDUCTIONS)
 CALLS = [
@@ -49,7 +42,7 @@ def label(value):
 
 
 def row(name, op="sum", small=False, exclusive=False, **more):
-    """Return what a table calls this call."""
+    """Return what the table calls this call."""
     words = f"`{name}`" + ": exclusive=True" * exclusive
     if name in ("all_reduce", "reduce_scatter", "reduce"):
         words += ": sum, mean" if op in ("sum", "mean") else ": other ops" + ", small x" * small
@@ -57,14 +50,14 @@ def row(name, op="sum", small=False, exclusive=False, **more):
 
 
 def formulas(name, op="sum", grad_placement="partial", **more):
-    """Return those of a call."""
-    forward, backward = FORMULAS[row(name, op, **more)]
+    """Return those of the bytes of a call."""
+    forward, backward = FORMULAS[row(name, op, **more)][0]
     if grad_placement == "replicate":
         backward = "0" if op in ("sum", "mean") else "(N − 1)·b"
     return forward, backward
 
 
-def value(formula, n, x, block):
+def value(formula, n, x=0, block=0):
     code = formula.replace("⌈log₂ N⌉", "ceil(log2(N))").replace("·", "*").replace("−", "-")
     return eval(code, {"ceil": math.ceil, "log2": math.log2, "N": n, "B": x, "b": block})
 
@@ -75,11 +68,10 @@ def expected(name, arguments, n, x, block=None, **more):
     return [value(formula, n, x, block) for formula in formulas(name, **arguments, **more)]
 
 
-def rounds(name, n, exclusive=False, **more):
-    """Return the most rounds of messages, and the messages that a rank sends or receives in each."""
-    if name == "scan":
-        return math.ceil(math.log2(n)) + exclusive, 1
-    return 2 if name in ("all_reduce", "reduce", "sum_gradients") else 1, 1 if name in ("permute", "shift") else n - 1
+def rounds(name, n, **arguments):
+    """Return how many forward and backward take, and the messages of the busiest rank in each."""
+    both, messages = FORMULAS[row(name, **arguments)][1]
+    return [value(formula, n) for formula in (both.split("; ") * 2)[:2]], value(messages, n)
 
 
 def call(name, shapes, arguments):
@@ -90,13 +82,13 @@ def call(name, shapes, arguments):
 @pytest.mark.parametrize(("name", "arguments"), CALLS, ids=label)
 def test_equal_blocks(name, arguments):
     for n in (2, 3, 4, 8):
-        at_most, messages = rounds(name, n, **arguments)
+        expected_rounds, messages = rounds(name, n, **arguments)
         for numel in (n, 40 * n):
             found = traffic(call(name, [(numel,)] * n, arguments))
             assert [direction.nbytes for direction in found] == expected(name, arguments, n, 4 * numel)
-            for direction in found:
-                assert direction.rounds <= at_most
-                assert direction.messages == direction.rounds * messages
+            tabled = 1 if arguments.get("grad_placement") == "replicate" else 2  # directions
+            assert [direction.rounds for direction in found[:tabled]] == expected_rounds[:tabled]
+            assert all(direction.messages == direction.rounds * messages for direction in found)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +138,18 @@ def test_small_tensors_are_gathered_whole(name, op):
         assert [direction.nbytes for direction in large] == expected(name, {"op": op}, n, 20 * n)
 
 
+@pytest.mark.parametrize("n", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_rounds_and_messages_of_many_ranks(n):
+    """Of one call in each row of the table."""
+    cases = {row(name, **more): (name, more) for name, more in CALLS if "grad_placement" not in more}
+    assert cases.keys() == {words for words in FORMULAS if "small" not in words}
+    for name, arguments in cases.values():
+        found = traffic(call(name, [(n,)] * n, arguments))
+        expected_rounds, messages = rounds(name, n, **arguments)
+        assert [direction[:2] for direction in found] == [(k, k * messages) for k in expected_rounds]
+        assert max(expected_rounds) <= math.ceil(math.log2(n)) + 1
+
+
 @dataclass(frozen=True)
 class Composed(Case):
     """A call of a function that is made of collectives."""
@@ -156,22 +160,10 @@ class Composed(Case):
         return dc.halo_exchange(x, 0, 1, 1) if self.name == "halo_exchange" else torch.stack([b for _, b in dc.ring(x)])
 
 
-@pytest.mark.parametrize("n", [pytest.param(n, marks=[pytest.mark.slow] * (n > 64)) for n in MANY])
-def test_rounds_and_messages_of_many_ranks(n):
-    """Of one call in each row of the table."""
-    cases = {row(name, **more): call(name, [(n,)] * n, more) for name, more in CALLS if "grad_placement" not in more}
-    cases |= {f"`{name}`": Composed(name, ((n,),) * n) for name in ("gather_batch", "halo_exchange")}
-    assert cases.keys() == ROUNDS.keys()
-    at = 2 * MANY.index(n)
-    for name, case in cases.items():
-        found = [direction[:2] for direction in traffic(case)]
-        assert found == ROUNDS[name][at : at + 2], name
-        assert max(rounds for rounds, _ in found) <= math.ceil(math.log2(n)) + 1
-
-
-def test_a_ring_takes_a_round_for_each_rank():
+def test_rounds_of_what_is_made_of_collectives():
     for n in (2, 3, 8):
-        assert [direction.rounds for direction in traffic(Composed("ring", ((2,),) * n))] == [n, n - 1]
+        for name, expected_rounds in {"ring": [n, n - 1], "gather_batch": [2, 1], "halo_exchange": [2, 2]}.items():
+            assert [direction.rounds for direction in traffic(Composed(name, ((2,),) * n))] == expected_rounds
 
 
 def test_what_is_small():
