@@ -66,7 +66,7 @@ def collective_times(rank):
                     rank.goal("host against two lines", found["ours"][1] / found["two lines"][1], 1.5)
 
 
-@row(2, 3, seconds=90, alone=True)
+@row(3, seconds=90, alone=True)
 def small_reductions(rank):
     """Reductions of up to 16 times what is small, with their backward: gathered whole, and in blocks."""
     backend = "nccl" if rank.on_gpu else "gloo"

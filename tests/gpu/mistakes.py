@@ -39,7 +39,7 @@ def check_mode(rank):
     rank.figure("all_reduce of 16 B", f"{plain[0] * 1e6:.0f} µs, in check mode {checked[0] * 1e6:.0f}")
 
 
-@row(2, 3, seconds=90)
+@row(3, seconds=90)
 def debug_mode(rank):
     """TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps a group's backend: calls as without it, and an averager."""
     x = torch.randn(2 * rank.n, rank.n, device=rank.device, requires_grad=True)
