@@ -5,14 +5,13 @@ It is not run.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, assert_type
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
-from typing_extensions import assert_type
 
 import diffcoll as dc
 from diffcoll.testing import simulate, spawn

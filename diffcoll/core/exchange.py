@@ -12,12 +12,14 @@ from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.maps import AllGather
 from diffcoll.core.rules import apply
 from diffcoll.engines.engine import Engine
+from diffcoll.engines.turn import Turn
 
 
 def exchanged(engine: Engine, numbers: Sequence[int]) -> list[list[int]]:
     """Return each rank's integers, equally many on all; sent between CPUs where the group can, but for graphs."""
     if not engine.compiling:
-        engine = engine.control()
+        with Turn(engine, AllGather.name):
+            engine = engine.control()
     mine = torch.tensor(numbers, dtype=torch.int64, device=engine.control_device)
     n, flat = len(numbers), apply(AllGather(engine, 0), mine).tolist()
     return [flat[i : i + n] for i in range(0, len(flat), n)]

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from diffcoll.engines.c10d_twins import gloo_twin_of, twin_of
+from diffcoll.engines.c10d_twins import backends_of, gloo_twin_of, twin_of, unwrapped
 from diffcoll.engines.devices import is_capturing
 from diffcoll.engines.engine import Engine, Wait, is_even
 from diffcoll.engines.messages import MessageEngine, Messages
@@ -39,8 +39,8 @@ _c10d: Any = distributed_c10d
 NATIVE = {"gloo": {"all_reduce", "broadcast"}}
 ALL = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 # Tensors of at most this many bytes on all ranks together are reduced by an all-gather and a local reduction, see
-# `Engine.small`.
-SMALL = {"gloo": 128 << 10}
+# `Engine.small`. Of NCCL it is not measured: a group of messages takes about 20 µs, in which 100 Gb/s carry 256 KB.
+SMALL = {"gloo": 128 << 10, "nccl": 256 << 10}
 
 # The dtypes that a backend sums itself. Half precisions are omitted for gloo: `Engine.all_reduce` accumulates them in
 # float32, and sends the same number of bytes.
@@ -76,9 +76,7 @@ class C10dEngine(MessageEngine):
         self._cpu: Engine | None = None  # the ranks over gloo, if this group moves no tensors of the CPU
         self._has_tried_cpu = False
         self.key = (own or group).group_name
-        # {"cpu": "gloo", "cuda": "nccl"}, from "cpu:gloo,cuda:nccl"
-        pairs = (p.split(":") for p in dist.get_backend_config(group).split(","))
-        self.backends = backends or {device: backend for device, backend in pairs}
+        self.backends = backends or backends_of(group)
         self.devices = tuple(self.backends)
         names = " and ".join(dict.fromkeys(self.backends.values()))
         self.description = f"a {names} group of {self.size} ranks"
@@ -117,12 +115,12 @@ class C10dEngine(MessageEngine):
         is_needed = "cpu" not in self.backends and not self._has_tried_cpu
         if group is None or not is_needed or is_capturing():  # what ranks exchange in a capture does not change anyway
             return self._cpu or self
-        self._has_tried_cpu = True
         if self.size == 1:  # which sends nothing
-            self._cpu = C10dEngine(group, backends={"cpu": "gloo"})
+            self._cpu, self._has_tried_cpu = C10dEngine(group, backends={"cpu": "gloo"}), True
             return self._cpu
         device, backend = next(iter(self.backends.items()))
         own, failure = of_backend(gloo_twin_of, group, device)
+        self._has_tried_cpu = True  # not after an error, which all ranks have: the next call tries again
         if own is not None:
             self._cpu = C10dEngine(group, own, {"cpu": "gloo"})
         elif self.rank == 0:
@@ -313,7 +311,7 @@ def engine_of(group: object) -> Engine | None:
     if engine is None:
         if dist.get_rank(group) < 0:
             raise ValueError("got a group that this process is not in; call it on the group's ranks only")
-        engine = _engines[group] = C10dEngine(group)
+        engine = _engines[group] = C10dEngine(group, unwrapped(group))
     return engine
 
 

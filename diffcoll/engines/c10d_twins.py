@@ -8,7 +8,6 @@ most functions of torch.distributed look groups up.
 from __future__ import annotations
 
 import socket
-import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -34,17 +33,48 @@ def store_of_next(group: dist.ProcessGroup) -> tuple[str, Any]:
     return name, _c10d.PrefixStore(name, _c10d._get_process_group_store(group))
 
 
+def backend_of(group: dist.ProcessGroup, device: str) -> Any:
+    """Return what moves a device's tensors, without the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
+    backend = group._get_backend(torch.device(device))
+    return getattr(backend, "wrapped_pg", backend)
+
+
 def timeout_of(group: dist.ProcessGroup, device: str) -> timedelta:
     """Return the timeout of a group, which has no public access to it."""
-    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    options = getattr(backend_of(group, device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
     return timeout
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return {"cpu": "gloo", "cuda": "nccl"} for "cpu:gloo,cuda:nccl"."""
+    pairs = (part.split(":") for part in dist.get_backend_config(group).split(","))
+    return {device: backend for device, backend in pairs}
+
+
+def unwrapped(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Return a group that moves this one's data without PyTorch's checks of calls; None: there are none.
+
+    On gloo they count point-to-point messages, too, and refuse the next collective after ones between some ranks.
+    """
+    if _c10d.get_debug_level() != _c10d.DebugLevel.DETAIL or type(group) is not dist.ProcessGroup:
+        return None
+    made = {device: (backend, backend_of(group, device)) for device, backend in backends_of(group).items()}
+    return _made_of(group, _c10d._get_process_group_store(group), group.group_name, made)
+
+
+def _made_of(group: dist.ProcessGroup, store: Any, name: str, made: dict[str, tuple[str, Any]]) -> dist.ProcessGroup:
+    """Return a group with the ranks of another one, and these backends and their names, by types of devices."""
+    twin: Any = dist.ProcessGroup(store, group.rank(), group.size())
+    for device, (backend, instance) in made.items():
+        kind = dist.Backend.backend_type_map.get(backend, dist.ProcessGroup.BackendType.CUSTOM)
+        twin._register_backend(torch.device(device), kind, instance)
+    return _named(twin, name)
 
 
 def twin_of(group: dist.ProcessGroup, backends: dict[str, str]) -> dist.ProcessGroup:
     """Make a group with the ranks of another one, all of which call this, and its backends, by types of devices."""
     name, store = store_of_next(group)
-    twin: Any = dist.ProcessGroup(store, group.rank(), group.size())
     made: dict[str, Any] = {}
     for device, backend in backends.items():
         if backend not in made:
@@ -52,9 +82,7 @@ def twin_of(group: dist.ProcessGroup, backends: dict[str, str]) -> dist.ProcessG
             made[backend] = _backend_like(group, device, backend, name, part)
         if isinstance(made[backend], dist.ProcessGroup):  # one that is written in Python
             return _named(made[backend], name)
-        kind = dist.Backend.backend_type_map.get(backend, dist.ProcessGroup.BackendType.CUSTOM)
-        twin._register_backend(torch.device(device), kind, made[backend])
-    return _named(twin, name)
+    return _made_of(group, store, name, {device: (backend, made[backend]) for device, backend in backends.items()})
 
 
 def _named(group: Any, name: str) -> dist.ProcessGroup:
@@ -70,7 +98,7 @@ def _backend_like(group: dist.ProcessGroup, device: str, backend: str, name: str
     ranks = dist.get_process_group_ranks(group)
     plugin: Any = dist.Backend._plugins.get(backend.upper())
     if plugin is None:  # NCCL, XCCL
-        kind: Any = type(group._get_backend(torch.device(device)))
+        kind: Any = type(backend_of(group, device))
         options = kind.Options()
         options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, ranks
         return kind(store, rank, size, options)
@@ -86,35 +114,42 @@ def gloo_twin_of(group: dist.ProcessGroup, device: str) -> tuple[dist.ProcessGro
     """Connect the ranks of a group over gloo, all of which call this.
 
     Returns:
-        The gloo group on all ranks; or, if one could not connect within `CONNECT`, None on all ranks, and why.
+        The gloo group on all ranks; or, if one could not connect within `CONNECT` of the last one's call, None on all
+        ranks, and why.
+
+    Raises:
+        RuntimeError: a rank did not call this within the group's timeout, or did not tell how it went.
     """
-    (name, store), begin = store_of_next(group), time.monotonic()
-    rank, size = group.rank(), group.size()
-    backend: Any = None
+    name, store = store_of_next(group)
+    rank, size, timeout = group.rank(), group.size(), timeout_of(group, device)
+    _told(store, "called", "", rank, size, timeout)
     failure = ""
     try:
-        backend = dist.ProcessGroupGloo(store, rank, size, CONNECT)
-        backend.allreduce([torch.zeros(1, dtype=torch.float32, device="cpu")]).wait()
+        connected: Any = dist.ProcessGroupGloo(store, rank, size, CONNECT)
+        connected.allreduce([torch.zeros(1, dtype=torch.float32, device="cpu")]).wait()
     except RuntimeError as error:
         failure = f"rank {rank} on {_here()}: {error}"
-    store.set(f"rank {rank}", failure)
-    if rank == 0:  # one rank decides for all
-        left = max(1.0, CONNECT.total_seconds() - time.monotonic() + begin)
-        try:
-            keys = [f"rank {r}" for r in range(size)]
-            store.wait(keys, timedelta(seconds=left))
-            failure = "; ".join([said for key in keys if (said := store.get(key).decode())][:3])
-        except RuntimeError as error:
-            failure = failure or f"rank 0 on {_here()}: {error}"
-        store.set("failure", failure)
-    failure = store.get("failure").decode()
-    if failure or backend is None:
+    if failure := _told(store, "failure", failure, rank, size, 2 * CONNECT):  # each of both steps has taken as long
         return None, failure
     # Messages keep the timeout with which their group was made: so one more is made, now that all ranks can connect.
-    with_timeout = dist.ProcessGroupGloo(_c10d.PrefixStore("connected", store), rank, size, timeout_of(group, device))
-    twin: Any = dist.ProcessGroup(store, rank, size)
-    twin._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, with_timeout)
-    return _named(twin, name), ""
+    with_timeout = dist.ProcessGroupGloo(_c10d.PrefixStore("connected", store), rank, size, timeout)
+    return _made_of(group, store, name, {"cpu": ("gloo", with_timeout)}), ""
+
+
+def _told(store: Any, key: str, text: str, rank: int, size: int, within: timedelta) -> str:
+    """Return on all ranks the first texts that are not empty, once all ranks have called this; rank 0 collects them.
+
+    Raises:
+        RuntimeError: a rank has not called it within this time.
+    """
+    store.set(f"{key} {rank}", text)
+    if rank == 0:
+        keys = [f"{key} {r}" for r in range(size)]
+        store.wait(keys, within)
+        store.set(key, "; ".join([said for k in keys if (said := store.get(k).decode())][:3]))
+    store.wait([key], within)
+    found: str = store.get(key).decode()
+    return found
 
 
 def _here() -> str:

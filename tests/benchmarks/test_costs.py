@@ -2,11 +2,13 @@
 
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+import diffcoll as dc
 from benchmarks.collectives import peak_memory
 from benchmarks.counting import traffic
 from benchmarks.measuring import Bench
@@ -17,10 +19,10 @@ from diffcoll.engines.engine import even_sizes
 from diffcoll.testing.cases import Case
 
 NOTE = (Path(__file__).parents[2] / "notes" / "running" / "costs.md").read_text(encoding="utf-8")
-#: The note's table: calls → formulas of the bytes of forward and backward.
+#: The note's table: calls → formulas of the bytes of forward and backward; of rounds, and of the messages in each.
 FORMULAS = {
-    call: cells
-    for calls, *cells in re.findall(r"^\| (`.*) \| (0|.*[Bb]) \| (.*[Bb]) \|$", NOTE, re.MULTILINE)
+    call: (cells[:2], cells[2:])
+    for calls, *cells in re.findall(r"^\| (`.*) \| (0|.*[Bb]) \| (.*[Bb]) \| (.*) \| (.*) \|$", NOTE, re.MULTILINE)
     for call in calls.split("; ")
 }
 
@@ -39,18 +41,23 @@ def label(value):
     return ", ".join(getattr(v, "__name__", str(v)) for v in value.values()) if isinstance(value, dict) else value
 
 
-def formulas(name, op="sum", small=False, exclusive=False, grad_placement="partial", **more):
-    """Return those of a call."""
-    row = f"`{name}`" + ": exclusive=True" * exclusive
+def row(name, op="sum", small=False, exclusive=False, **more):
+    """Return what the table calls this call."""
+    words = f"`{name}`" + ": exclusive=True" * exclusive
     if name in ("all_reduce", "reduce_scatter", "reduce"):
-        row += ": sum, mean" if op in ("sum", "mean") else ": other ops" + ", small x" * small
-    forward, backward = FORMULAS[row]
+        words += ": sum, mean" if op in ("sum", "mean") else ": other ops" + ", small x" * small
+    return words
+
+
+def formulas(name, op="sum", grad_placement="partial", **more):
+    """Return those of the bytes of a call."""
+    forward, backward = FORMULAS[row(name, op, **more)][0]
     if grad_placement == "replicate":
         backward = "0" if op in ("sum", "mean") else "(N − 1)·b"
     return forward, backward
 
 
-def value(formula, n, x, block):
+def value(formula, n, x=0, block=0):
     code = formula.replace("⌈log₂ N⌉", "ceil(log2(N))").replace("·", "*").replace("−", "-")
     return eval(code, {"ceil": math.ceil, "log2": math.log2, "N": n, "B": x, "b": block})
 
@@ -61,11 +68,10 @@ def expected(name, arguments, n, x, block=None, **more):
     return [value(formula, n, x, block) for formula in formulas(name, **arguments, **more)]
 
 
-def rounds(name, n, exclusive=False, **more):
-    """Return the most rounds of messages, and the messages that a rank sends or receives in each."""
-    if name == "scan":
-        return math.ceil(math.log2(n)) + exclusive, 1
-    return 2 if name in ("all_reduce", "reduce", "sum_gradients") else 1, 1 if name in ("permute", "shift") else n - 1
+def rounds(name, n, **arguments):
+    """Return how many forward and backward take, and the messages of the busiest rank in each."""
+    both, messages = FORMULAS[row(name, **arguments)][1]
+    return [value(formula, n) for formula in (both.split("; ") * 2)[:2]], value(messages, n)
 
 
 def call(name, shapes, arguments):
@@ -76,13 +82,13 @@ def call(name, shapes, arguments):
 @pytest.mark.parametrize(("name", "arguments"), CALLS, ids=label)
 def test_equal_blocks(name, arguments):
     for n in (2, 3, 4, 8):
-        at_most, messages = rounds(name, n, **arguments)
+        expected_rounds, messages = rounds(name, n, **arguments)
         for numel in (n, 40 * n):
             found = traffic(call(name, [(numel,)] * n, arguments))
             assert [direction.nbytes for direction in found] == expected(name, arguments, n, 4 * numel)
-            for direction in found:
-                assert direction.rounds <= at_most
-                assert direction.messages == direction.rounds * messages
+            tabled = 1 if arguments.get("grad_placement") == "replicate" else 2  # directions
+            assert [direction.rounds for direction in found[:tabled]] == expected_rounds[:tabled]
+            assert all(direction.messages == direction.rounds * messages for direction in found)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +138,36 @@ def test_small_tensors_are_gathered_whole(name, op):
         assert [direction.nbytes for direction in large] == expected(name, {"op": op}, n, 20 * n)
 
 
+@pytest.mark.parametrize("n", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_rounds_and_messages_of_many_ranks(n):
+    """Of one call in each row of the table."""
+    cases = {row(name, **more): (name, more) for name, more in CALLS if "grad_placement" not in more}
+    assert cases.keys() == {words for words in FORMULAS if "small" not in words}
+    for name, arguments in cases.values():
+        found = traffic(call(name, [(n,)] * n, arguments))
+        expected_rounds, messages = rounds(name, n, **arguments)
+        assert [direction[:2] for direction in found] == [(k, k * messages) for k in expected_rounds]
+        assert max(expected_rounds) <= math.ceil(math.log2(n)) + 1
+
+
+@dataclass(frozen=True)
+class Composed(Case):
+    """A call of a function that is made of collectives."""
+
+    def call(self, x, rank):
+        if self.name == "gather_batch":
+            return dc.gather_batch(x).tree
+        return dc.halo_exchange(x, 0, 1, 1) if self.name == "halo_exchange" else torch.stack([b for _, b in dc.ring(x)])
+
+
+def test_rounds_of_what_is_made_of_collectives():
+    for n in (2, 3, 8):
+        for name, expected_rounds in {"ring": [n, n - 1], "gather_batch": [2, 1], "halo_exchange": [2, 2]}.items():
+            assert [direction.rounds for direction in traffic(Composed(name, ((2,),) * n))] == expected_rounds
+
+
 def test_what_is_small():
-    assert c10d.SMALL["gloo"] == mpi.TOGETHER == 128 << 10  # as the note says
+    assert {**c10d.SMALL, "mpi": mpi.TOGETHER} == {"gloo": 128 << 10, "mpi": 128 << 10, "nccl": 256 << 10}  # as noted
 
 
 def test_every_collective_is_in_the_table():

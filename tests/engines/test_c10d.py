@@ -5,12 +5,14 @@ import time
 import warnings
 import weakref
 from datetime import timedelta
+from itertools import product
 
 import laws
 import pytest
 import torch
 import torch.distributed as dist
-from runs import noted, refusal, rules
+from properties import on_rank
+from runs import line_of, noted, refusal, rules
 
 import diffcoll as dc
 from diffcoll.core.control import Control
@@ -19,7 +21,7 @@ from diffcoll.core.maps import Permute
 from diffcoll.core.moves import move
 from diffcoll.engines import c10d, c10d_twins
 from diffcoll.engines.turn import IDLE, Turn, of_backend
-from diffcoll.testing import spawn
+from diffcoll.testing import RanksFailedError, cases, spawn
 
 N = 3
 METHODS = "allreduce", "broadcast", c10d._ALL_GATHER, c10d._REDUCE_SCATTER, "reduce", "send", "recv"
@@ -65,6 +67,22 @@ def test_native_collectives_are_those_of_the_table():
     of_gloo = ["broadcast", "allreduce", "allreduce"]
     of_others = ["allreduce", "broadcast", "reduce", c10d._ALL_GATHER, c10d._REDUCE_SCATTER]
     assert spawn(body, range(2)) == [(of_gloo, of_others)] * 2
+
+
+def test_a_reduction_on_nccl_is_one_all_gather_if_small():
+    """Its blocks would be N − 1 messages to and from each rank, and an all-gather after them."""
+
+    def body(r):
+        engine, calls = under_another_name(cpu="nccl"), noted(dist.ProcessGroup, *METHODS)
+        most, found = engine.small("cpu") // 4, []
+        for op, numel in product(("max", "product", "logsumexp"), (0, 1, most, most // N * N + N)):
+            dc.all_reduce(torch.ones(numel), op)
+            found.append(calls[:])
+            calls.clear()
+        return most, found
+
+    small, in_blocks = [c10d._ALL_GATHER], [*["send"] * (N - 1), *["recv"] * (N - 1), c10d._ALL_GATHER]
+    assert spawn(body, range(N)) == [((64 << 10) // N, [[], small, small, in_blocks] * 3)] * N
 
 
 def test_ranks_are_ranks_within_the_group():
@@ -122,6 +140,26 @@ def test_messages_are_not_received_by_the_users_calls():
         return got.item(), theirs.item()
 
     assert spawn(body, range(2)) == [(1, 11), (0, 10)]
+
+
+def test_every_collective_and_an_averager_in_torchs_debug_mode():
+    """Its wrapper of gloo counts messages, which are not equally many on all ranks, and has no class to make twins."""
+
+    def body(r):
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        group = dist.new_group(timeout=timedelta(seconds=40))
+        wrapper = group._get_backend(torch.device("cpu"))
+        dc.set_default_group(group)
+        wrong = []
+        for case in {case.name: case for case in cases.table(N)}.values():
+            errors = cases.errors(on_rank(case, r, 1), cases.in_truth(case, 1), r)
+            wrong += [(case, what, error) for what, error in errors.items() if not error < 1e-12]
+        dc.reduce(p := torch.nn.Parameter(torch.ones(2)))
+        dc.GradientAverager([p]).backward((p * r).sum())
+        kind = type(c10d_twins.backend_of(group, "cpu")).__name__  # of which NCCL's twins are made
+        return type(wrapper).__name__, kind, c10d_twins.timeout_of(group, "cpu").seconds, wrong, p.grad.tolist()
+
+    assert spawn(body, range(N)) == [("_ProcessGroupWrapper", "ProcessGroupGloo", 40, [], [1.0, 1.0])] * N
 
 
 # ── twins, and numbers over the CPU ──────────────────────────────────────────────────────────────────────
@@ -227,6 +265,47 @@ def test_ranks_that_cannot_connect_over_gloo_agree_on_the_group_itself():
     assert numbers == [[[0], [1], [2]]] * 2
     assert others == [(numbers, [])] * 2
     assert "rank 1" in text and "no interface" in text
+
+
+def test_a_rank_may_be_late_for_the_connection():
+    """Time to connect begins when all ranks have come, for whom the others wait as long as for a message."""
+
+    def body(r):
+        c10d_twins.CONNECT = timedelta(seconds=1)
+        engine = without_cpu(dist.new_group(timeout=timedelta(seconds=30)))
+        time.sleep(3 * (r == 1))
+        numbers = Control(engine).numbers([r])
+        return numbers, engine.control() is not engine
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert spawn(body, range(N)) == [([[0], [1], [2]], True)] * N
+
+
+@pytest.mark.parametrize(("comes", "lost"), [(False, 0), (True, 1)])
+def test_a_rank_that_hangs_before_or_while_it_connects(comes, lost):
+    """The first numbers fail on all other ranks, and so does the next call: none takes another way than the others."""
+
+    def body(r):
+        c10d_twins.CONNECT = timedelta(seconds=1)
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        without_cpu(group)
+        sent = noted(dist.ProcessGroup, *METHODS)
+        if r == lost:
+            c10d_twins.dist.ProcessGroupGloo = lambda *_: time.sleep(60)
+            time.sleep(0 if comes else 60)
+
+        def call():
+            dc.all_gather(torch.ones(1 + r), sizes="auto", group=group)  # sizes
+
+        texts = [refusal(dc.CollectiveFailedError, call) for _ in range(2)]
+        raise AssertionError(repr([all(words in text for words in named for text in texts), sent]))
+
+    named = "all_gather, forward", line_of(__file__, "# sizes")
+    with pytest.raises(RanksFailedError) as caught:
+        spawn(body, range(N), timeout=25)
+    for r in {*range(N)} - {lost}:
+        assert caught.value.failures[r].text.rstrip().endswith("AssertionError: [True, []]")
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────

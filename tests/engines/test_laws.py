@@ -35,7 +35,7 @@ def on_rank_as_nccl(r):
         return found
 
     engine.backends, c10d.C10dEngine.twin = names, twin
-    c10d.SUMS["other"] = c10d.SUMS["gloo"]
+    c10d.SUMS["other"], c10d.SMALL["other"] = c10d.SUMS["gloo"], c10d.SMALL["nccl"]
     return laws.hold(engine)
 
 

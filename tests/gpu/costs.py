@@ -1,11 +1,15 @@
 """Times and memory: of a collective with its backward against two lines of code, of CLIP's loss against PyTorch."""
 
+from functools import partial
+from itertools import product
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import diffcoll as dc
 from benchmarks.floor import Floor
+from diffcoll.engines import c10d
 from diffcoll.nn import functional
 from gpu.calls import collectives
 from gpu.measuring import distance, peak, times
@@ -60,6 +64,26 @@ def collective_times(rank):
                     rank.figure(way, f"{wall * 1e6:.0f} µs, host {host * 1e6:.0f}")
                 if len(each) > 1:
                     rank.goal("host against two lines", found["ours"][1] / found["two lines"][1], 1.5)
+
+
+@row(3, seconds=90, alone=True)
+def small_reductions(rank):
+    """Reductions of up to 16 times what is small, with their backward: gathered whole, and in blocks."""
+    backend = "nccl" if rank.on_gpu else "gloo"
+    most = c10d.SMALL[backend]
+    for nbytes, op in product((most // 16, most // 4, most, 4 * most, 16 * most), ("max", "product", "logsumexp")):
+        x = torch.randn(nbytes // 4 // rank.n, device=rank.device, requires_grad=True)
+
+        def step(at_most, x=x, op=op):
+            c10d.SMALL[backend] = at_most
+            return torch.autograd.grad(dc.all_reduce(x, op), x, x.detach())[0]
+
+        ways = {"gathered": partial(step, nbytes), "in blocks": partial(step, 0)}
+        with rank.part(f"{op} of {nbytes >> 10} KB on all ranks"):
+            rank.check("of both ways", distance(*(way() for way in ways.values())), 1e-6)
+            for way, (wall, host) in times(rank, ways, calls=20).items():
+                rank.figure(way, f"{wall * 1e6:.0f} µs, host {host * 1e6:.0f}")
+        c10d.SMALL[backend] = most
 
 
 #: What forward and backward of two ranks need at most, in units of this rank's input, if that is decided.

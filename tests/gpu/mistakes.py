@@ -1,15 +1,20 @@
-"""Check mode, a rank that does not come, and ranks that the library starts itself."""
+"""Check mode and PyTorch's, destroyed groups, a rank that does not come, ranks that the library starts itself."""
 
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import diffcoll as dc
 from diffcoll.testing import spawn
-from gpu.measuring import times
+from gpu.calls import collectives, exchanging
+from gpu.measuring import distance, flat, times
 from gpu.rank import Rank
 from gpu.row import row
 
@@ -32,6 +37,48 @@ def check_mode(rank):
         checked = times(rank, {"checked": lambda: dc.all_reduce(x)}, calls=20)["checked"]
     plain = times(rank, {"plain": lambda: dc.all_reduce(x)}, calls=20)["plain"]
     rank.figure("all_reduce of 16 B", f"{plain[0] * 1e6:.0f} µs, in check mode {checked[0] * 1e6:.0f}")
+
+
+@row(3, seconds=90)
+def debug_mode(rank):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps a group's backend: calls as without it, and an averager."""
+    x = torch.randn(2 * rank.n, rank.n, device=rank.device, requires_grad=True)
+    calls = {**collectives(x, rank.n), **exchanging(x)}
+
+    def results():
+        ys = {name: call() for name, call in calls.items()}
+        return {name: flat([y, *torch.autograd.grad(y.sin().sum(), x)]) for name, y in ys.items()}
+
+    plain = results()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group()
+    dc.set_default_group(group)
+    for name, found in results().items():
+        with rank.part(name):
+            rank.check("in debug mode", distance(found, plain[name]), 1e-6)
+    with rank.part("averager"):
+        assert "Wrapper" in type(group._get_backend(torch.device(rank.device))).__name__
+        p = nn.Parameter(torch.zeros(4, device=rank.device))
+        dc.GradientAverager([p]).backward((p * (rank.r + 1.0)).sum())
+        assert p.grad.tolist() == [(rank.n + 1) / 2] * 4
+
+
+@row(1, 2)
+def destroyed_group(rank):
+    """A group in which sizes were exchanged and gradients averaged is freed once it is destroyed."""
+    group = dist.new_group()
+    p = nn.Parameter(torch.zeros(2 + rank.r, device=rank.device))
+    dc.all_gather(p, group=group, sizes="auto").sum().backward()
+    q = nn.Parameter(torch.zeros(4, device=rank.device))
+    averager = dc.GradientAverager([q], group=group)
+    averager.backward(q.sum())
+    rank.wait()
+    averager.close()
+    dist.destroy_process_group(group)
+    freed = weakref.ref(group)
+    del group, averager
+    gc.collect()
+    assert freed() is None
 
 
 @row(2, seconds=130, starts_ranks=True)

@@ -226,8 +226,7 @@ def test_a_rank_that_raises():
     ):
         with pytest.raises(KeyError, match="mine") as caught:
             simulate(body, range(3), [others] * 3)
-        if hasattr(caught.value, "__notes__"):
-            assert "raised on simulated rank 2 of 3" in caught.value.__notes__[-1]
+        assert "raised on simulated rank 2 of 3" in caught.value.__notes__[-1]
 
 
 def test_calls_within_a_world_a_transform_or_a_region():

@@ -164,8 +164,7 @@ class World:
             rank.join()
         if self.failures:
             number, error = self.failures[0]
-            if hasattr(error, "add_note"):  # Python 3.11 and later
-                error.add_note(f"raised on simulated rank {number} of {self.size}")
+            error.add_note(f"raised on simulated rank {number} of {self.size}")
             raise error
         return results
 
