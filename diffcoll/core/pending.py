@@ -39,9 +39,8 @@ class Pending(Generic[T]):
         self._wait: Callable[[], T] | None = wait
         # In a graph there is nothing to wait for. A checkpoint that recomputes may stop before wait().
         self._must_wait = not (torch.compiler.is_compiling() or is_recomputing())
-        if torch.compiler.is_compiling():
-            self._where = "a compiled line"
-        else:
+        self._where, self._started = "a compiled line", None
+        if not torch.compiler.is_compiling():
             self._where, self._started = user_line(), AutogradMode()
 
     def wait(self) -> T:
@@ -55,7 +54,8 @@ class Pending(Generic[T]):
         """
         self._must_wait = False
         if self._wait is not None:
-            with contextlib.nullcontext() if torch.compiler.is_compiling() else self._started.restored():
+            started = None if torch.compiler.is_compiling() else self._started
+            with contextlib.nullcontext() if started is None else started.restored():
                 self._result = self._wait()
             self._wait = None
         return self._result
