@@ -242,8 +242,8 @@ def overwritten(s: Tensor, at: Tensor, value: Any, in_place: bool) -> Tensor:
 
 def logsumexp(s: Tensor, dim: int, in_place: bool) -> Tensor:
     """Return log Σ exp s; `least` without any term. torch.logsumexp computes the exponentials again in backward."""
-    if is_known(s.shape[dim] == 0):
-        return s.sum(dim) + least(s)
+    if is_known(s.shape[dim] == 0):  # its derivatives depend on s as other ranks' do
+        return s.exp().sum(dim).log1p() + least(s)
     top = s.detach().amax(dim, keepdim=True)
     s = s - top
     s = s.exp_() if in_place else s.exp()
