@@ -97,7 +97,8 @@ def vocab_parallel_cross_entropy(
     Raises:
         TypeError, ValueError: an argument is invalid, or a target is outside the vocabulary (a RuntimeError on an
             accelerator and in compiled functions).
-        CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D.
+        CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D, or in whether hidden needs a
+            gradient.
 
     Source: notes/training/vocab-parallel.md.
     """
@@ -111,7 +112,7 @@ def vocab_parallel_cross_entropy(
     bias = biases[0] if biases else None
     _check_shapes(hidden, w, target, bias)
     engine = resolve(group, _NAME)
-    lengths = sizes_of_ranks(_NAME, engine, w, sizes)
+    lengths = sizes_of_ranks(_NAME, engine, w, sizes, [[hidden]])
     first, total = sum(lengths[: engine.rank]), sum(lengths)
     index = target.reshape(-1).long()  # ignore_index may have no value in a small dtype
     ignored = index == ignore_index

@@ -233,9 +233,8 @@ def tempered(call):
     return lambda x, y, scale, bias, **options: call(x, y, temperature=1 / scale, **options)
 
 
-def ours_of_hard_negatives(x, y, *, exclude=None, **options):
-    exclude = None if exclude is None else F.pad(exclude, (0, 2))
-    return functional.info_nce_loss(x, y, hard(x, y), exclude=exclude, **options)
+def ours_of_hard_negatives(x, y, **options):
+    return functional.info_nce_loss(x, y, hard(x, y), **options)
 
 
 def ours_of_passages(x, y, *, exclude=None, **options):
