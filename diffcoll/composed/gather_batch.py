@@ -75,7 +75,9 @@ def gather_batch(
     Raises:
         TypeError, ValueError: an argument is invalid.
         CollectiveMismatchError: on all ranks, where they exchange numbers, if their trees differ in paths, dtypes, or
-            dimensions other than 0 (with `pad`: in paths, dtypes or numbers of dimensions).
+            dimensions other than 0 (with `pad`: in paths, dtypes or numbers of dimensions), or if tensors of a dtype
+            need a gradient on some ranks alone: on an empty rank, too, call `requires_grad_()`, or use
+            `joint_backward`.
 
     Source: notes/collectives/gather_batch.md.
     """
@@ -126,8 +128,7 @@ def _lengths(tree: object, leaves: list[Tensor], rows: int, sizes: Sizes, engine
 
 def _shapes_of_ranks(tree: object, leaves: list[Tensor], engine: Engine) -> list[list[list[int]]]:
     """Return for each leaf the shapes that the ranks have."""
-    alike = [leaf.new_empty([0] * leaf.dim()) for leaf in leaves]  # paths, dtypes and numbers of dimensions
-    lengths_of_ranks(_NAME, tree, alike, [0], engine)
+    lengths_of_ranks(_NAME, tree, leaves, [0], engine, any_shape=True)
     rows = exchanged(engine, [size for leaf in leaves for size in leaf.shape])
     found, first = [], 0
     for leaf in leaves:

@@ -253,7 +253,8 @@ class Call:
         if value is None:
             return ()
         if isinstance(value, str) and value == "auto":
-            return sizes_of_ranks(self.name, self.engine, [(x, dim)])[0]
+            replicated = self.arguments.get("grad_placement") == "replicate"
+            return sizes_of_ranks(self.name, self.engine, [(x, dim)], replicated)[0]
         return self._sizes(argument, value, own=x.shape[dim])
 
     def sizes_of_blocks(self, parts: tuple[int, ...], argument: str) -> tuple[int, ...]:

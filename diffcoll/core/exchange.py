@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from diffcoll.core.control import digest
 from diffcoll.core.errors import CollectiveMismatchError
+from diffcoll.core.joint import is_joint
 from diffcoll.core.maps import AllGather
 from diffcoll.core.rules import apply
+from diffcoll.core.trees import by_dtype
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.turn import Turn
 
@@ -25,30 +27,71 @@ def exchanged(engine: Engine, numbers: Sequence[int]) -> list[list[int]]:
     return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 
-def exchanged_alike(what: str, engine: Engine, facts: Callable[[], str], numbers: Sequence[int]) -> list[list[int]]:
+def exchanged_alike(
+    what: str,
+    engine: Engine,
+    facts: Callable[[], str],
+    numbers: Sequence[int],
+    collectives: Iterable[Iterable[object]] = (),
+) -> list[list[int]]:
     """Return each rank's integers; in the same message the ranks compare facts, which are a property of `what`.
 
+    They also compare for which of these collectives they need a gradient, see `gradients_needed`.
+
     Raises:
-        CollectiveMismatchError: on all ranks, if the facts differ. A compiled function cannot compare numbers that it
+        CollectiveMismatchError: on all ranks, if they differ. A compiled function cannot compare numbers that it
             receives, and sends 0.
     """
     mine = 0 if torch.compiler.is_compiling() else digest(facts())
-    rows = exchanged(engine, [mine, *numbers])
+    rows = exchanged(engine, [mine, gradients_needed(*collectives), *numbers])
     if mine:
-        for r, (other, *_) in enumerate(rows):
-            if 0 != other != rows[0][0] != 0:
-                raise CollectiveMismatchError(
-                    f"{what}: rank {r} differs from rank 0, expected the same paths, dtypes and dimensions other than "
-                    f"that of sizes (here −1) on all ranks; rank {engine.rank} has {facts()}"
-                )
-    return [row[1:] for row in rows]
+        if r := _differing([row[0] for row in rows]):
+            raise CollectiveMismatchError(
+                f"{what}: rank {r} differs from rank 0, expected the same paths, dtypes and dimensions other than "
+                f"that of sizes (here −1) on all ranks; rank {engine.rank} has {facts()}"
+            )
+        agree_on_gradients(what, [row[1] for row in rows])
+    return [row[2:] for row in rows]
 
 
-def sizes_of_ranks(name: str, engine: Engine, blocks: Sequence[tuple[Tensor, int]]) -> list[tuple[int, ...]]:
-    """Return the sizes of all ranks' blocks, for each block of this rank along its dimension; in one message."""
+def gradients_needed(*collectives: Iterable[object]) -> int:
+    """Return a number that is equal on ranks that run the backwards of the same collectives; 0 says nothing.
+
+    Each collective is given by tensors, and others, on which its x depends. In `joint_backward` all backwards are run.
+    """
+    if torch.compiler.is_compiling():
+        return 0
+    records = torch.is_grad_enabled() and not is_joint()
+    return digest(str([records and any(getattr(t, "requires_grad", False) for t in of) for of in collectives]))
+
+
+def agree_on_gradients(what: str, numbers: Sequence[int]) -> None:
+    """Raise on all ranks unless their `gradients_needed` are equal: some would wait in backward for the others."""
+    if r := _differing(numbers):
+        raise CollectiveMismatchError(
+            f"{what}: of ranks 0 and {r} one needs a gradient that the other does not, expected it on all ranks or on "
+            "none; call requires_grad_() on a tensor made for an empty rank, or run the encoder on the empty batch, or "
+            "call this and backward within joint_backward()"
+        )
+
+
+def _differing(numbers: Sequence[int]) -> int:
+    """Return the first rank whose number differs from rank 0's, neither being 0; 0: there is none."""
+    return next((r for r, other in enumerate(numbers) if 0 != other != numbers[0] != 0), 0)
+
+
+def sizes_of_ranks(
+    name: str, engine: Engine, blocks: Sequence[tuple[Tensor, int]], replicated: bool = False
+) -> list[tuple[int, ...]]:
+    """Return the sizes of all ranks' blocks, for each block of this rank along its dimension; in one message.
+
+    Unless the call is replicated, whose backward sends nothing, they are compared as `exchanged_alike` does.
+    """
 
     def facts() -> str:
         return "; ".join(f"{x.dtype} {[*x.shape[:dim], -1, *x.shape[dim + 1 :]]}" for x, dim in blocks)
 
-    rows = exchanged_alike(f"{name}: x", engine, facts, [x.shape[dim] for x, dim in blocks])
+    groups = [] if replicated else by_dtype(x for x, _ in blocks)
+    sent = ([blocks[i][0] for i in indices] for indices in groups)
+    rows = exchanged_alike(f"{name}: x", engine, facts, [x.shape[dim] for x, dim in blocks], sent)
     return [*zip(*rows, strict=True)]

@@ -41,7 +41,7 @@ def by_blocks(call: Call, one: Callable[[Call], Any], block_of: Callable[[Call],
     if call.engine.in_one_graph:
         return _together(call, [one(each) for each in calls], rebuild)
     if call.arguments["sizes"] == "auto":  # one message for all leaves
-        lengths = sizes_of_ranks(call.name, call.engine, blocks)
+        lengths = sizes_of_ranks(call.name, call.engine, blocks, replicated)
     else:
         lengths = [of.sizes_of_all(b, d) or (b.shape[d],) * n for of, (b, d) in zip(calls, blocks, strict=True)]
     #: Of each leaf the shapes of the ranks' blocks.

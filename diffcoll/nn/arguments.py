@@ -46,19 +46,27 @@ def check_marks(name: str, x: Tensor, **marks: Tensor | None) -> dict[str, Tenso
     return found
 
 
-def check_exclude(name: str, exclude: Tensor | None, rows: int, columns: int) -> Tensor | None:
-    """Return the mask, if there is one; raise unless it is a bool tensor of shape (rows, columns)."""
-    if exclude is None:
+def check_exclude(name: str, argument: str, mask: Tensor | None, rows: int) -> Tensor | None:
+    """Return the mask, if there is one; raise unless it is a bool matrix with so many rows."""
+    if mask is None:
         return None
-    if not isinstance(exclude, Tensor) or exclude.dtype != torch.bool:
-        got = exclude.dtype if isinstance(exclude, Tensor) else type(exclude).__name__
-        raise TypeError(message(name, "exclude", got, "a bool tensor"))
-    if torch.compiler.is_compiling() and exclude.ndim == 2:  # all ranks' number of columns has no value there
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(message(name, argument, got, "a bool tensor"))
+    if mask.ndim != 2 or mask.shape[0] != rows:
+        raise ValueError(message(name, argument, f"shape {tuple(mask.shape)}", f"two dimensions, {rows} rows"))
+    return mask
+
+
+def check_columns(name: str, exclude: Tensor | None, columns: int) -> None:
+    """Raise unless the mask, if there is one, has so many columns."""
+    if exclude is None:
+        return
+    if torch.compiler.is_compiling():  # where all ranks' number of columns has no value
         assume(exclude.shape[1] == columns)
-    if exclude.ndim != 2 or exclude.shape[0] != rows or exclude.shape[1] != columns:
-        expected = f"({rows}, {columns}): this rank's rows and all ranks' columns"
-        raise ValueError(message(name, "exclude", f"shape {tuple(exclude.shape)}", expected))
-    return exclude
+    if exclude.shape[1] != columns:
+        expected = f"{columns}, one for each row of all ranks"
+        raise ValueError(message(name, "exclude", f"{exclude.shape[1]} columns", expected))
 
 
 def check_chunk_size(name: str, chunk_size: int | None) -> int | None:

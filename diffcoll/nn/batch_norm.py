@@ -166,7 +166,7 @@ def _moments(x: Tensor, group: Group, running: Running | None = None) -> tuple[T
     if local:
         var, mean = torch.var_mean(x, dims, correction=0)
     else:
-        mean = var = x.sum(dims)  # zeros, and of x's graph
+        mean, var = x.sum(dims), x.square().sum(dims)  # zeros, whose derivatives depend on x as those of others do
     row = torch.cat([mean, var, torch.full((1,), local, dtype=x.dtype, device=x.device)])
     n, mean, var = _merged(all_gather(row, stack=True, group=group, grad_placement="replicate"))
     if running is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from diffcoll.collectives.reduce_scatter import reduce_scatter
 from diffcoll.core.arguments import Sizes
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import Number, check_exclude, check_rows, scalar
+from diffcoll.nn.arguments import Number, check_rows, scalar
 from diffcoll.nn.contrastive import Batch, Logits, Marks, in_chunks, logsumexp, softplus, widened
 
 
@@ -65,7 +65,8 @@ def clip_loss(
 
     Raises:
         TypeError, ValueError: an argument is invalid.
-        CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D.
+        CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D, or features need a gradient on
+            some ranks alone: those of an empty rank need it, too (`requires_grad_()`), or use `joint_backward`.
 
     Source: notes/training/contrastive.md.
     """
@@ -73,8 +74,9 @@ def clip_loss(
     check_rows(name, "image_features", image_features)
     check_rows(name, "text_features", text_features, image_features)
     scale = scalar(name, "logit_scale", logit_scale, image_features)
-    batch = Batch(name, image_features, normalize, sizes, group, chunk_size, ids=ids)
-    logits, pos = _pairs(batch, image_features, text_features, exclude, scale)
+    reduced = [image_features, scale]
+    batch = Batch(name, text_features, normalize, sizes, group, chunk_size, exclude, reduced=reduced, ids=ids)
+    logits, pos = _pairs(batch, image_features, text_features, scale)
 
     def block(q: Tensor, *marks: Tensor | None) -> tuple[Tensor, Tensor]:
         s = logits.of_negatives(q, Marks(*marks))
@@ -121,8 +123,8 @@ def siglip_loss(
     check_rows(name, "text_features", text_features, image_features)
     scale = scalar(name, "logit_scale", logit_scale, image_features)
     bias = scalar(name, "logit_bias", logit_bias, image_features)
-    batch = Batch(name, image_features, normalize, sizes, group, chunk_size, ids=ids)
-    logits, pos = _pairs(batch, image_features, text_features, exclude, scale, bias)
+    batch = Batch(name, text_features, normalize, sizes, group, chunk_size, exclude, ids=ids)
+    logits, pos = _pairs(batch, image_features, text_features, scale, bias)
 
     def block(q: Tensor, *marks: Tensor | None) -> tuple[Tensor]:
         return (softplus(logits.of_negatives(q, Marks(*marks))).sum(1),)
@@ -132,11 +134,10 @@ def siglip_loss(
 
 
 def _pairs(
-    batch: Batch, images: Tensor, texts: Tensor, exclude: Tensor | None, scale: Number, bias: Number | None = None
+    batch: Batch, images: Tensor, texts: Tensor, scale: Number, bias: Number | None = None
 ) -> tuple[Logits, Tensor]:
     """Return the logits of this rank's images and all ranks' texts, and those of its own pairs."""
     x, (own, every) = widened(images, batch.normalize), batch.features(texts)
-    exclude = check_exclude(batch.name, exclude, x.shape[0], batch.total)
-    rows = Marks(batch.mine.unsqueeze(1), exclude=exclude, **batch.marks)
+    rows = Marks(batch.mine.unsqueeze(1), exclude=batch.exclude, **batch.marks)
     logits = Logits(batch, x, rows, every, Marks(**batch.all_marks), scale, bias)
     return logits, logits.of_pairs(own)

@@ -26,15 +26,15 @@ from diffcoll.collectives.all_gather import all_gather, gathered_as
 from diffcoll.core.arguments import Sizes
 from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import CollectiveMismatchError, message
-from diffcoll.core.exchange import exchanged
+from diffcoll.core.exchange import agree_on_gradients, exchanged, gradients_needed
 from diffcoll.core.expect import integer
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import assume, is_known, is_observed
 from diffcoll.core.torch_private.transforms import carries_tangents, is_eager, is_within_transform
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
-from diffcoll.nn.arguments import Number, check_chunk_size, check_marks, without_autocast
-from diffcoll.nn.whole import loss_of_sums
+from diffcoll.nn.arguments import Number, check_chunk_size, check_columns, check_exclude, check_marks, without_autocast
+from diffcoll.nn.whole import of_sums
 
 # ── the rows of all ranks ────────────────────────────────────────────────────────────────────────────────
 
@@ -42,10 +42,13 @@ from diffcoll.nn.whole import loss_of_sums
 class Batch:
     """The rows of all ranks, which of them are this rank's, and options of the loss `name`.
 
-    x are this rank's features, (b, …, D), and `marks` its labels and ids, (b,), which are sent in one message.
+    x are this rank's features that are gathered, (b, …, D), and `marks` its labels and ids, (b,), which are sent in one
+    message. `exclude` has `of_each` columns for each row of all ranks. A second collective of the loss depends on x and
+    `reduced`.
 
     Raises:
-        TypeError, ValueError: a mark, the chunk size or `sizes` is invalid; x was checked before.
+        TypeError, ValueError, CollectiveMismatchError: a mark, the chunk size or `exclude` is invalid, or as of
+            `sizes_of_ranks`; x was checked before.
     """
 
     def __init__(
@@ -56,15 +59,19 @@ class Batch:
         sizes: Sizes,
         group: Group,
         chunk_size: int | None = None,
+        exclude: Tensor | None = None,
+        of_each: int = 1,
+        reduced: Sequence[Number] = (),
         **marks: Tensor | None,
     ) -> None:
         self.name, self.normalize, self.group, engine = name, normalize, group, resolve(group, name)
         self.chunk_size = check_chunk_size(name, chunk_size)
         self.marks = self.all_marks = check_marks(name, x, **marks)
+        self.exclude = check_exclude(name, "exclude", exclude, x.shape[0])
         cores = x.is_cuda and torch.version.hip is None and x.dtype != wider(x.dtype) and not normalize
         #: The dtype whose products run on tensor cores; None: those of the features' own.
         self.half = x.dtype if cores else None
-        self.sizes = sizes_of_ranks(name, engine, x, sizes)
+        self.sizes = sizes_of_ranks(name, engine, x, sizes, [[x], [x, *reduced]], self.exclude, of_each)
         self.total = sum(self.sizes)
         #: The number of each of this rank's rows among all rows. A slice of all numbers has no size in a graph.
         self.mine = torch.arange(x.shape[0], device=x.device) + sum(self.sizes[: engine.rank])
@@ -91,7 +98,7 @@ class Batch:
         total = of_each * self.total
         if len(self.sizes) == 1:
             return terms.sum() / total
-        return loss_of_sums(lambda t: t / total, terms.sum(), group=self.group)
+        return of_sums(lambda t: t / total, terms.sum(), group=self.group)
 
 
 def widened(x: Tensor, normalize: bool) -> Tensor:
@@ -105,27 +112,51 @@ def normalized(x: Tensor) -> Tensor:
     return x * x.square().sum(-1, keepdim=True).clamp(1e-24).rsqrt()
 
 
-def sizes_of_ranks(name: str, engine: Engine, x: Tensor, sizes: Sizes) -> list[int]:
-    """Return each rank's number of rows."""
-    rows = x.shape[0]
+def sizes_of_ranks(
+    name: str,
+    engine: Engine,
+    x: Tensor,
+    sizes: Sizes,
+    collectives: Sequence[Sequence[Number]],
+    exclude: Tensor | None = None,
+    of_each: int = 1,
+) -> list[int]:
+    """Return each rank's number of rows; see `gradients_needed`, and `Batch`.
+
+    Raises:
+        TypeError, ValueError: `sizes` or this rank's `exclude` is invalid.
+        CollectiveMismatchError: with "auto" on all ranks, if they differ in D or in what needs a gradient, and on the
+            others if a rank's `exclude` is invalid.
+    """
+    rows, columns = x.shape[0], -1 if exclude is None else exclude.shape[1]
+    others: Sequence[int] = ()
     if sizes is None or (sizes == "auto" and engine.size == 1):
-        return [rows] * engine.size
-    if sizes != "auto":
-        listed = [integer(name, "sizes", size, least=0) for size in sizes]
-        if len(listed) != engine.size or listed[engine.rank] != rows:
+        lengths = [rows] * engine.size
+    elif sizes != "auto":
+        lengths = [integer(name, "sizes", size, least=0) for size in sizes]
+        if len(lengths) != engine.size or lengths[engine.rank] != rows:
             expected = f"{engine.size} sizes, one per rank, {rows} at position {engine.rank}"
-            raise ValueError(message(name, "sizes", listed, expected, 'sizes="auto" asks every rank'))
-        return listed
-    lengths, widths = zip(*exchanged(engine, [rows, x.shape[-1]]), strict=True)
-    if torch.compiler.is_compiling():  # which does not know it of numbers that ranks have sent
-        for length in lengths:
-            assume(length >= 0)
-        assume(lengths[engine.rank] == rows)
-        return [*lengths]
-    for r, width in enumerate(widths):
-        if width != widths[0]:
-            raise CollectiveMismatchError(f"{name}: rank 0 has D = {widths[0]}, rank {r} has {width}")
-    return [*lengths]
+            raise ValueError(message(name, "sizes", lengths, expected, 'sizes="auto" asks every rank'))
+    else:
+        every = exchanged(engine, [rows, x.shape[-1], columns, gradients_needed(*collectives)])
+        lengths, widths, others, needs = ([*of_ranks] for of_ranks in zip(*every, strict=True))
+        if torch.compiler.is_compiling():  # which does not know it of numbers that ranks have sent
+            for length in lengths:
+                assume(length >= 0)
+            assume(lengths[engine.rank] == rows)
+            others = ()
+        else:
+            for r, width in enumerate(widths):
+                if width != widths[0]:
+                    raise CollectiveMismatchError(f"{name}: rank 0 has D = {widths[0]}, rank {r} has {width}")
+            agree_on_gradients(f"{name}: features", needs)
+    total = of_each * sum(lengths)
+    check_columns(name, exclude, total)
+    for r, other in enumerate(others):  # before features are sent
+        if other not in (-1, total):
+            got = f"{other} columns on rank {r}"
+            raise CollectiveMismatchError(message(name, "exclude", got, f"{total}, one for each row of all ranks"))
+    return lengths
 
 
 # ── rows against columns ─────────────────────────────────────────────────────────────────────────────────
@@ -242,8 +273,8 @@ def overwritten(s: Tensor, at: Tensor, value: Any, in_place: bool) -> Tensor:
 
 def logsumexp(s: Tensor, dim: int, in_place: bool) -> Tensor:
     """Return log Σ exp s; `least` without any term. torch.logsumexp computes the exponentials again in backward."""
-    if is_known(s.shape[dim] == 0):
-        return s.sum(dim) + least(s)
+    if is_known(s.shape[dim] == 0):  # its derivatives depend on s as other ranks' do
+        return s.exp().sum(dim).log1p() + least(s)
     top = s.detach().amax(dim, keepdim=True)
     s = s - top
     s = s.exp_() if in_place else s.exp()

@@ -28,7 +28,7 @@ from diffcoll.engines.devices import can_pin
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import check_rows, in_full_precision, without_autocast
 from diffcoll.nn.contrastive import Batch, least
-from diffcoll.nn.whole import loss_of_sums
+from diffcoll.nn.whole import of_sums
 
 
 def barlow_twins_loss(
@@ -68,7 +68,7 @@ def barlow_twins_loss(
     with without_autocast(c):
         c1, c2 = c.unbind()
 
-        def of_sums(products: Tensor, squares: Tensor, rests: Tensor) -> Tensor:
+        def loss_of(products: Tensor, squares: Tensor, rests: Tensor) -> Tensor:
             rest1, rest2 = rests
             scale1, scale2 = ((squares - rests.square() / count) / count + eps).rsqrt()
             correlation = (products - rest1[:, None] * rest2 / count) / count * scale1[:, None] * scale2
@@ -76,7 +76,7 @@ def barlow_twins_loss(
             off = correlation.square().sum() - diagonal.square().sum()
             return torch.add((diagonal - 1).square().sum(), off, alpha=lambda_param)
 
-        return loss_of_sums(of_sums, c1.t() @ c2, c.square().sum(1), c.sum(1), group=group)
+        return of_sums(loss_of, c1.t() @ c2, c.square().sum(1), c.sum(1), group=group)
 
 
 def vicreg_loss(
@@ -113,7 +113,7 @@ def vicreg_loss(
     with without_autocast(c):
         (x1, x2), (c1, c2), size = x.unbind(), c.unbind(), c.shape[-1]
 
-        def of_sums(products: Tensor, squares: Tensor, rests: Tensor, difference: Tensor) -> Tensor:
+        def loss_of(products: Tensor, squares: Tensor, rests: Tensor, difference: Tensor) -> Tensor:
             rest1, rest2 = rests
             shifts = torch.outer(rest1, rest1).triu(1) + torch.outer(rest2, rest2).tril(-1)
             covariances = 2 * ((products - shifts / count) / (count - 1)).square().sum() / size
@@ -123,7 +123,7 @@ def vicreg_loss(
 
         # Both matrices are symmetric: one above the diagonal and the other below fit into one message of D × D.
         packed = (c1.t() @ c1).triu(1) + (c2.t() @ c2).tril(-1)
-        return loss_of_sums(of_sums, packed, c.square().sum(1), c.sum(1), (x1 - x2).square().sum(), group=group)
+        return of_sums(loss_of, packed, c.square().sum(1), c.sum(1), (x1 - x2).square().sum(), group=group)
 
 
 def _views(name: str, z_a: Tensor, z_b: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,13 +226,13 @@ def sigreg_loss(
         weights = gaussian * (2 * t_max / (num_points - 1))
         weights = torch.cat([weights[:-1], weights[-1:] / 2])
 
-        def of_sums(cosines: Tensor, sines: Tensor, count: Tensor) -> Tensor:
+        def loss_of(cosines: Tensor, sines: Tensor, count: Tensor) -> Tensor:
             distances = (cosines / count - gaussian).square() + (sines / count).square()
             return (distances @ weights).mean() * count
 
         angles = (x @ _directions(seed, num_slices, x)).unsqueeze(2) * t
         count = torch.full((), x.shape[0], dtype=x.dtype, device=x.device)
-        return loss_of_sums(of_sums, angles.cos().sum(0), angles.sin().sum(0), count, group=group)
+        return of_sums(loss_of, angles.cos().sum(0), angles.sin().sum(0), count, group=group)
 
 
 def _directions(seed: int, slices: int, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import in_full_precision, without_autocast
-from diffcoll.nn.whole import loss_of_sums
+from diffcoll.nn.whole import of_sums
 
 #: What one ratio of a segmentation is of.
 Dims = int | Sequence[int] | Literal["per class"] | None
@@ -48,10 +48,11 @@ def dice_loss(
         targets: t, of the same shape, any dtype, in [0, 1]. For class indices: `F.one_hot(t, C).movedim(-1, 1)`.
         smooth: s, added to numerator and denominator. If it is 0, a ratio without targets and predictions is NaN.
         dims: what one ratio is of. Several classes, p of shape (b, C, H, W): use "per class", one ratio for each class
-            over all images, and the loss is the mean of the C losses. None, one ratio of everything, is for one class;
-            with several, a large background hides that a small class is never found. Otherwise the dimensions to sum
-            over, and the mean of the loss over the remaining ones: (2, 3), without dim 0, is one ratio for each image
-            and class, and the mean is over the images of all ranks.
+            over all images, and the loss is the mean of the C losses. None, one ratio of everything, is for one class:
+            p of up to three dimensions, or with C = 1; in a ratio of several, a large background hides that a small
+            class is never found. Otherwise the dimensions to sum over, and the mean of the loss over the remaining
+            ones: (2, 3), without dim 0, is one ratio for each image and class, and the mean is over the images of all
+            ranks.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
@@ -129,15 +130,18 @@ def _loss(
     with without_autocast(p):
         sums = [(p * t).sum(over), p.sum(over), t.sum(over)]
         if 0 in over:
-            return loss_of_sums(lambda *sums: of_ratios(*sums).mean(), *sums, group=group)
+            return of_sums(lambda *sums: of_ratios(*sums).mean(), *sums, group=group)
         losses = of_ratios(*sums)
         n = torch.full((), losses.numel(), dtype=p.dtype, device=p.device)
-        return loss_of_sums(torch.div, losses.sum(), n, group=group)
+        return of_sums(torch.div, losses.sum(), n, group=group)
 
 
 def _dims(name: str, dims: Dims, p: Tensor) -> tuple[int, ...]:
     """Return the dimensions to sum over, none of them negative."""
     if dims is None:
+        if p.ndim > 3 and p.shape[1] > 1:
+            got, expected = f"None for shape {tuple(p.shape)}", '"per class" for classes in dim 1'
+            raise ValueError(message(name, "dims", got, expected, f"{(*range(p.ndim),)} is one ratio of everything"))
         return tuple(range(p.ndim))
     if dims == "per class":
         if p.ndim < 2:

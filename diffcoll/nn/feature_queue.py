@@ -12,6 +12,7 @@ from diffcoll.composed.gather_batch import gather_batch
 from diffcoll.core import expect
 from diffcoll.core.arguments import Sizes
 from diffcoll.core.errors import message
+from diffcoll.engines.devices import is_capturing
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import check_marks, check_rows
 from diffcoll.nn.in_group import InGroup
@@ -90,9 +91,13 @@ class FeatureQueue(InGroup):
 
         Raises:
             TypeError, ValueError: an argument is invalid.
+            RuntimeError: a CUDA graph captures it, whose replays would write to the same rows again.
             CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in dtypes or in D.
         """
         name = f"{_NAME}.enqueue"
+        if is_capturing():
+            expected, remedy = "a call outside of it", "a replay would write to the same rows again"
+            raise RuntimeError(message(name, "features", "a CUDA graph that is captured", expected, remedy))
         check_rows(name, "features", features)
         if features.shape[1] != self.dim:
             raise ValueError(message(name, "features", f"shape {tuple(features.shape)}", f"(b, {self.dim})"))

@@ -35,6 +35,7 @@ def info_nce_loss(
     labels: Tensor | None = None,
     ids: Tensor | None = None,
     exclude: Tensor | None = None,
+    exclude_negatives: Tensor | None = None,
     temperature: Tensor | float = 0.1,
     normalize: bool = True,
     decoupled: bool = False,
@@ -60,9 +61,9 @@ def info_nce_loss(
         labels: (b,), integers: all keys of a query's label are its positives; the loss is averaged over them (UniCL).
             Of label −1, a query's own keys alone.
         ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
-        exclude: bool, keys that are left out, such as false negatives that a guide model has found (GIST), or padded
-            negatives: (b, K), of `negatives`; or (b, B·P), of all ranks' keys in the order of ranks; or with
-            `negatives` of both, (b, B·P + K). Positives never are.
+        exclude: (b, B·P), bool: all ranks' keys, in the order of ranks, that are left out, such as false negatives that
+            a guide model has found (GIST). Positives never are.
+        exclude_negatives: (b, K), bool: those of `negatives` that are left out, such as padding.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         decoupled: leave a query's positives out of its denominator, which has its negatives alone (Yeh et al. 2022); a
@@ -81,12 +82,14 @@ def info_nce_loss(
     check_rows(name, "positive", positive, query, (2, 3))
     if negatives is not None:
         check_rows(name, "negatives", negatives, query, (3,))
-    scale = _inverse(name, temperature, query)
-    batch = Batch(name, query, normalize, sizes, group, chunk_size, labels=labels, ids=ids)
+    out = check_exclude(name, "exclude_negatives", exclude_negatives, query.shape[0])
+    if out is not None and (negatives is None or out.shape != negatives.shape[:2]):
+        expected = "None without negatives" if negatives is None else f"{tuple(negatives.shape[:2])}, as of negatives"
+        raise ValueError(message(name, "exclude_negatives", f"shape {tuple(out.shape)}", expected))
+    scale, each = _inverse(name, temperature, query), 1 if positive.ndim == 2 else positive.shape[1]
+    batch = Batch(name, positive, normalize, sizes, group, chunk_size, exclude, each, labels=labels, ids=ids)
     x, (key, keys) = widened(query, normalize), batch.features(positive)
-    each, own = 1 if key.ndim == 2 else key.shape[1], 0 if negatives is None else negatives.shape[1]
-    out, out_of_own = _split(name, exclude, x.shape[0], batch.total * each, own)
-    rows, cols = Marks(exclude=out, **batch.marks), _of_each(each, batch.all_marks)
+    rows, cols = Marks(exclude=batch.exclude, **batch.marks), _of_each(each, batch.all_marks)
     if each > 1 or labels is not None:
         number = torch.arange(batch.total, device=x.device).repeat_interleave(each)
         rows = rows._replace(labels=_apart(rows.labels, batch.mine))
@@ -96,10 +99,10 @@ def info_nce_loss(
     logits = Logits(batch, x, rows, keys.flatten(0, -2), cols, scale)
     pos = logits.of_pairs(key.view(x.shape)) if rows.labels is None else None
     more = None
-    if negatives is not None and own:
+    if negatives is not None and negatives.shape[1]:
         with without_autocast(x):
             more = torch.bmm(widened(negatives, normalize), (x * scale).unsqueeze(2)).squeeze(2)
-        more = more if out_of_own is None else more.masked_fill(out_of_own, least(more))
+        more = more if out is None else more.masked_fill(out, least(more))
     return batch.mean(_terms(logits, pos, more, decoupled))
 
 
@@ -135,9 +138,9 @@ def nt_xent_loss(
     check_rows(name, "out0", out0)
     check_rows(name, "out1", out1, out0)
     scale = _inverse(name, temperature, out0)
-    batch = Batch(name, out0, normalize, sizes, group, chunk_size, ids=ids)
     views = concatenated([out0.unsqueeze(1), out1.unsqueeze(1)], 1)
-    return _of_views(batch, views, exclude, scale, decoupled)
+    batch = Batch(name, views, normalize, sizes, group, chunk_size, exclude, ids=ids)
+    return _of_views(batch, views, scale, decoupled)
 
 
 def supcon_loss(
@@ -174,17 +177,16 @@ def supcon_loss(
     if labels is None:
         raise TypeError(message(name, "labels", labels, "a tensor of integers"))
     scale = _inverse(name, temperature, features)
-    batch = Batch(name, features, normalize, sizes, group, chunk_size, labels=labels, ids=ids)
-    return _of_views(batch, features if features.ndim == 3 else features.unsqueeze(1), exclude, scale)
+    batch = Batch(name, features, normalize, sizes, group, chunk_size, exclude, labels=labels, ids=ids)
+    return _of_views(batch, features if features.ndim == 3 else features.unsqueeze(1), scale)
 
 
-def _of_views(batch: Batch, views: Tensor, exclude: Tensor | None, scale: Number, decoupled: bool = False) -> Tensor:
+def _of_views(batch: Batch, views: Tensor, scale: Number, decoupled: bool = False) -> Tensor:
     """Return the loss of (b, views, D); view v of sample i is row views · i + v. Without labels there are two views."""
     each, (own, every) = views.shape[1], batch.features(views)
     rows, cols = _of_each(each, batch.marks), _of_each(each, batch.all_marks)
-    exclude = check_exclude(batch.name, exclude, own.shape[0], batch.total)
-    if exclude is not None:
-        rows = rows._replace(exclude=exclude.repeat_interleave(each, 0).repeat_interleave(each, 1))
+    if batch.exclude is not None:
+        rows = rows._replace(exclude=batch.exclude.repeat_interleave(each, 0).repeat_interleave(each, 1))
     numbers = (each * batch.mine).unsqueeze(1) + torch.arange(each, device=own.device)
     if rows.labels is None:
         rows = rows._replace(own=numbers.repeat_interleave(each, 0))
@@ -257,11 +259,3 @@ def _inverse(name: str, temperature: Number, like: Tensor) -> Number:
     if not isinstance(value, Tensor) and not value > 0:
         raise ValueError(message(name, "temperature", repr(value), "a number above 0", "logits are divided by it"))
     return 1 / value
-
-
-def _split(name: str, exclude: Tensor | None, rows: int, columns: int, own: int) -> list[Tensor | None]:
-    """Return the parts of `exclude` of all ranks' keys and of a query's own negatives."""
-    if own and isinstance(exclude, Tensor) and exclude.shape[1:] == (own,):
-        return [None, check_exclude(name, exclude, rows, own)]
-    exclude = check_exclude(name, exclude, rows, columns + own)
-    return [None, None] if exclude is None else [*exclude.split_with_sizes([columns, own], 1)]

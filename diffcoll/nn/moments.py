@@ -27,7 +27,7 @@ from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import in_full_precision
-from diffcoll.nn.whole import loss_of_sums
+from diffcoll.nn.whole import of_sums
 
 
 class Moments(NamedTuple):
@@ -122,17 +122,18 @@ def token_mean(losses: Tensor, weight: Tensor | None = None, *, group: Group = N
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
-    >>> losses = [torch.tensor([3.0, 3.0, 3.0]), torch.tensor([1.0, 7.0])]
-    >>> mask = [torch.tensor([True, True, True]), torch.tensor([True, False])]  # (3 + 3 + 3 + 1) / 4 = 2.5
-    >>> [loss.item() for loss in simulate(dc.nn.functional.token_mean, losses, mask)]
+    >>> def loss(losses, labels):  # losses: F.cross_entropy(logits, labels, reduction="none")
+    ...     return dc.nn.functional.token_mean(losses, weight=(labels != -100))
+    >>> losses, labels = torch.tensor([3.0, 3.0, 3.0, 1.0, 0.0]), torch.tensor([8, 2, 5, 4, -100])
+    >>> [value.item() for value in simulate(loss, losses.split([3, 2]), labels.split([3, 2]))]  # (3 + 3 + 3 + 1) / 4
     [2.5, 2.5]
 
     Args:
         losses: of this rank's tokens, any shape, floating-point, as `F.cross_entropy(…, reduction="none")` returns
-            them. The shapes may differ between ranks, and may be empty. Half precision is computed in float32.
-        weight: None: each token counts once. Otherwise a mask, or non-negative weights of any real dtype; of the
-            losses' shape, 0-d, or with as many dimensions and broadcasting to it. A non-finite loss of weight zero is
-            ignored, and its gradient is zero.
+            them; not 0-d. The shapes may differ between ranks, and may be empty. Half precision is computed in float32.
+        weight: None: each token counts once. Otherwise a mask, or non-negative weights of any real dtype, which are
+            differentiated, too; of the losses' shape, 0-d, or with as many dimensions and broadcasting to it. A
+            non-finite loss of weight zero is ignored, and its gradient is zero.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
     Returns:
@@ -145,8 +146,11 @@ def token_mean(losses: Tensor, weight: Tensor | None = None, *, group: Group = N
     Source: notes/how-to/recipes.md#token-weighted-loss-as-in-a-trainer.
     """
     (values,) = in_full_precision("token_mean", losses=losses)
+    if not values.ndim:
+        remedy = 'F.cross_entropy(…, reduction="none") returns them; a mean of means is another loss'
+        raise ValueError(message("token_mean", "losses", "a 0-d tensor", "the loss of each token", remedy))
     sums = _sums("token_mean", values, weight, tuple(range(losses.dim())))
-    return loss_of_sums(lambda total, count: total / _divisor(count), *sums, group=group)
+    return of_sums(lambda total, count: total / _divisor(count), *sums, group=group)
 
 
 # ── sums of each rank, and their merge ───────────────────────────────────────────────────────────────────

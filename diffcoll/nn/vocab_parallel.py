@@ -97,7 +97,8 @@ def vocab_parallel_cross_entropy(
     Raises:
         TypeError, ValueError: an argument is invalid, or a target is outside the vocabulary (a RuntimeError on an
             accelerator and in compiled functions).
-        CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D.
+        CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D, or in whether hidden needs a
+            gradient.
 
     Source: notes/training/vocab-parallel.md.
     """
@@ -111,7 +112,7 @@ def vocab_parallel_cross_entropy(
     bias = biases[0] if biases else None
     _check_shapes(hidden, w, target, bias)
     engine = resolve(group, _NAME)
-    lengths = sizes_of_ranks(_NAME, engine, w, sizes)
+    lengths = sizes_of_ranks(_NAME, engine, w, sizes, [[hidden]])
     first, total = sum(lengths[: engine.rank]), sum(lengths)
     index = target.reshape(-1).long()  # ignore_index may have no value in a small dtype
     ignored = index == ignore_index
@@ -143,9 +144,9 @@ def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int
     `at` is the target's index among this rank's rows w, if it is one of them.
     """
     here = (at >= 0) & (at < w.shape[0])
-    if is_known(w.shape[0] == 0):  # of this rank no word; the result is of q's and w's graph
-        none = q[:, :0].sum(1) + w.sum() + (0 if bias is None else bias.sum())
-        return [none + least(q), none]
+    if is_known(w.shape[0] == 0):  # of this rank no word; the derivatives depend on q and w as those of others do
+        s = q @ w.t() if bias is None else torch.addmm(bias, q, w.t())
+        return [logsumexp(s, 1, False), s.sum(1)]
     at = torch.where(here, at, 0)
     added = None if bias is None else bias.clamp(min=least(q))  # −inf excludes words, of some ranks all
     in_place = may_overwrite()

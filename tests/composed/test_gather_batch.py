@@ -1,11 +1,12 @@
 """gather_batch: all ranks' rows with their labels, and where this rank's rows are among them."""
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import nests
 import pytest
 import torch
-from runs import gloo, profiled, runs_on
+from runs import gloo, profiled, refusal, runs_on
 from torch.nn import functional
 
 import diffcoll as dc
@@ -96,3 +97,44 @@ def test_messages():
         return [len(profiled(lambda: dc.gather_batch(sample(r, SIZES[r]), **way))) for way in ways]  # noqa: B023
 
     assert gloo(body, range(3)) == [[3 + 1, 3, 3 + 2]] * 3
+
+
+def labelled(z):
+    return {"z": z, "seen": torch.ones(len(z), dtype=z.dtype), "labels": torch.arange(len(z))}
+
+
+#: Calls of this rank's z, and whether backward waits for all ranks.
+CALLS = {
+    "gather_batch": (lambda z: dc.gather_batch(labelled(z)).tree["z"], True),
+    "padded": (lambda z: dc.gather_batch(labelled(z), pad=0).tree["z"], True),
+    "all_gather": (lambda z: dc.all_gather(z, sizes="auto"), True),
+    "all_gather of a tree": (lambda z: dc.all_gather(labelled(z), sizes="auto")["z"], True),
+    "all_gather, replicated": (lambda z: dc.all_gather(z, sizes="auto", grad_placement="replicate"), False),
+    "ring": (lambda z: torch.cat([block["z"] for _, block in dc.ring(labelled(z))]), True),
+}
+
+
+@runs_on("rules", "gloo", "mpi")
+def test_an_empty_rank_that_needs_no_gradient(run):
+    """An error on all ranks, unless all run backward anyway, none does, or it sends nothing."""
+
+    def body(r):
+        def step(call, needed, context=nullcontext):
+            z = numbers(r, SIZES[r], 4).requires_grad_(SIZES[r] > 0 or needed)
+            with context() as region:
+                y = call(z)
+            loss = (region or (lambda loss: loss))(y.sin().sum())
+            if loss.requires_grad:
+                loss.backward()
+            return torch.zeros_like(z) if z.grad is None else z.grad
+
+        for call, waits in CALLS.values():
+            right = step(call, True)
+            torch.testing.assert_close(step(call, False, dc.joint_backward), right)
+            step(call, False, torch.no_grad)
+            if waits:
+                refusal(dc.CollectiveMismatchError, step, call, False)
+            else:
+                torch.testing.assert_close(step(call, False), right)
+
+    run(body, range(3))

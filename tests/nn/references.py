@@ -1,6 +1,7 @@
 """Losses of a whole batch on one process, from their formulas, and programs that run ours against them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from diffcoll import all_reduce, sum_gradients
 from diffcoll.nn import functional
-from diffcoll.testing import assert_matches_single_process
+from diffcoll.testing import assert_matches_single_process, simulate
 
 SIZES = ((8,), (4, 4), (5, 3), (5, 0, 3), (0, 4, 0), (2, 3, 1, 2))
 MARKS = ("labels", "ids", "exclude")
@@ -232,9 +233,8 @@ def tempered(call):
     return lambda x, y, scale, bias, **options: call(x, y, temperature=1 / scale, **options)
 
 
-def ours_of_hard_negatives(x, y, *, exclude=None, **options):
-    exclude = None if exclude is None else F.pad(exclude, (0, 2))
-    return functional.info_nce_loss(x, y, hard(x, y), exclude=exclude, **options)
+def ours_of_hard_negatives(x, y, **options):
+    return functional.info_nce_loss(x, y, hard(x, y), **options)
 
 
 def ours_of_passages(x, y, *, exclude=None, **options):
@@ -380,7 +380,7 @@ IN_CHUNKS = [*CONTRASTIVE, "vocabulary"]
 
 
 def data(*shape, seed=0, dtype=torch.double):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def batch(rows, dtype=torch.double, seed=None):
@@ -397,7 +397,45 @@ def of_module(fn):
 
 
 def holds(ours, reference, make=batch, module=None, sizes=SIZES, **more):
-    """Assert value, gradients and second order."""
+    """Assert value, gradients and second order; and orders up to the fourth, on ranks of which one is empty."""
     more = {"order": 2, "on": ["simulated"], "tolerance": 1e-10} | more
+    if more["order"] > 1:
+        rows = next(each for each in sizes if 0 in each)
+        to_fourth_order(ours, reference, rows, make, module, more.get("rank_reduction", "mean"))
     ours, reference = (of_module(fn) if module is not None else fn for fn in (ours, reference))
     assert assert_matches_single_process(ours, reference, make, module=module, ranks=sizes, **more).ok
+
+
+def to_fourth_order(ours, reference, rows, make, module, rank_reduction):
+    """With respect to each tensor alone, the module's parameters, and all of them.
+
+    Gradients of ⟨w, gradient⟩ for constant w: a rank's graph has nothing but what the loss put there.
+    """
+    made = make(sum(rows))
+    tensors = (made,) if isinstance(made, torch.Tensor) else made
+    trained = [[i] for i, x in enumerate(tensors) if x.is_floating_point()]
+    parameters = [] if module is None else [*module.parameters()]
+    weights = [data(*x.shape, seed=20 + i) for i, x in enumerate([*tensors, *parameters])]
+    chosen = [*trained, [*range(len(tensors), len(weights))]][: len(trained) + bool(parameters)]
+
+    def of_rank(tensors, weights, leaves, loss, share):
+        xs = [x.clone().requires_grad_(i in leaves) for i, x in enumerate(tensors)]
+        y, leaves, orders = loss(*xs), [(i, [*xs, *parameters][i]) for i in leaves], []
+        z = y * share if y.dim() == 0 else (y.sin() * weights[0]).sum() * share
+        while len(orders) < 4 and z.requires_grad:  # a polynomial has no further ones
+            of = torch.autograd.grad(z, [x for _, x in leaves], create_graph=True, materialize_grads=True)
+            orders.append([g.detach() for g in of])
+            z = sum((g * weights[i]).sum() for (i, _), g in zip(leaves, of, strict=True))
+        return orders
+
+    def cut(each):
+        return [*zip(*(x.split(rows) for x in each[: len(tensors)]), strict=True)]
+
+    for leaves in (*chosen, [i for each in chosen for i in each]):
+        share = 1 / len(rows) if rank_reduction == "mean" else 1.0
+        of_ranks = [[*parts, *weights[len(tensors) :]] for parts in cut(weights)]
+        found = simulate(partial(of_rank, leaves=leaves, loss=ours, share=share), cut(tensors), of_ranks)
+        for order, right in enumerate(of_rank(tensors, weights, leaves, reference, 1.0)):
+            for i, g, *parts in zip(leaves, right, *(each[order] for each in found), strict=True):
+                got = torch.cat(parts) if i < len(tensors) else sum(parts)
+                torch.testing.assert_close(got, g, rtol=1e-6, atol=1e-8 * max(1.0, g.abs().max().item()))

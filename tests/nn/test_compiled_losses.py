@@ -52,3 +52,20 @@ def test_two_graphs_for_all_batch_sizes_give_the_same_gradients(losses):
             assert graphs <= 2, name
             for pair in pairs:
                 torch.testing.assert_close(*pair, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@compiles
+def test_a_rank_whose_rows_need_no_gradient():
+    """It runs the backward of the others, in a graph too."""
+
+    def body(r):
+        found = []
+        for loss in (lambda x: f.loss_of_sums(torch.div, x.square().sum(), x.new_tensor(3.0)), f.token_mean):
+            for fn in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+                x = data(3, seed=r).requires_grad_(r == 0)
+                fn(x).backward()
+                found.append(x.grad)
+        return found
+
+    for eager, compiled, *more in spawn(body, range(2), timeout=250):
+        torch.testing.assert_close((compiled, more[1]), (eager, more[0]))

@@ -1,5 +1,6 @@
 """Contrastive losses of the batch of all ranks: value, gradients and second order are those of one process."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from references import (
     DECOUPLED,
     ROWS,
     batch,
+    data,
     hard,
     holds,
     info_nce,
@@ -227,17 +229,23 @@ def test_a_row_without_negatives_contributes_nothing():
 
 
 def test_pairs_to_leave_out_of_own_negatives():
-    """`exclude` of K columns is of the negatives alone, that of all columns of both; positives stay."""
+    """One mask of keys, one of negatives, of which there may be as many, or none; positives stay."""
     x, y, _, _, exclude = batch(8)
-    out = torch.stack([torch.arange(8) % 2 == 0, torch.arange(8) < 5], 1)
-    q, k, n = (F.normalize(t, dim=-1) for t in (x, y, hard(x, y)))
-    more = (q[:, None] * n).sum(2).masked_fill(out, -torch.inf)
-    for part, marks in ((out, {}), (torch.cat([exclude, out], 1), {"exclude": exclude})):
-        found = rules(
-            lambda x, y, part: info_nce_loss(x, y, hard(x, y), exclude=part).item(),
-            *(t.split([5, 0, 3]) for t in (x, y, part)),
-        )
-        assert found == [pytest.approx(info_nce(q, k, 10.0, 0.0, more=more, **marks).mean().item(), rel=1e-12)] * 3
+
+    def loss(x, y, exclude, out, of_keys, of_negatives, **options):
+        marks = {"exclude": exclude} if of_keys else {}
+        marks |= {"exclude_negatives": out} if of_negatives else {}
+        return info_nce_loss(x, y, hard(x, y).repeat(1, 4, 1)[:, : out.shape[1]], **marks, **options).item()
+
+    for number in (0, 2, 8):
+        out = data(8, number) > 0.3
+        q, k, n = (F.normalize(t, dim=-1) for t in (x, y, hard(x, y).repeat(1, 4, 1)[:, :number]))
+        for each in itertools.product((False, True), repeat=2):
+            more = (q[:, None] * n).sum(2).masked_fill(out & each[1], -torch.inf)
+            right = info_nce(q, k, 10.0, 0.0, more=more, exclude=exclude if each[0] else None).mean().item()
+            parts = (t.split([5, 0, 3]) for t in (x, y, exclude, out))
+            found = rules(loss, *parts, *([mark] * 3 for mark in each))
+            assert found == [pytest.approx(right, rel=1e-12)] * 3
     assert clip_loss(x, y, 3.0, exclude=torch.ones(8, 8, dtype=torch.bool)) == 0  # of each row its positive is left
 
 
@@ -269,7 +277,7 @@ def test_the_messages():
     for sizes in ("auto", [7, 4]):
         for rows, found in zip((7, 4), gloo(sent, [7, 4], [sizes] * 2), strict=True):
             assert found == [
-                *([("all_gather", 16)] if sizes == "auto" else []),  # the number of rows, and D
+                *([("all_gather", 32)] if sizes == "auto" else []),  # rows, D, columns to leave out, needed gradients
                 ("all_gather", rows * 5 * 2),
                 ("reduce_scatter", 11 * 4),  # of logsumexp
                 ("all_reduce", 4),

@@ -9,7 +9,7 @@ import torch
 from runs import gloo, new_group, profiled, rules, runs_on
 
 import diffcoll as dc
-from diffcoll.nn import FeatureQueue
+from diffcoll.nn import FeatureQueue, feature_queue
 
 
 def rows_of(r, step, b):
@@ -109,6 +109,17 @@ def test_copies_and_groups():
     assert pickle.loads(pickle.dumps(queue)).features().equal(rows_of(0, 0, 2))
 
 
+def test_a_graph_that_is_captured(monkeypatch):
+    """Its replays would write to the same rows again."""
+    queue = FeatureQueue(4, 3)
+    monkeypatch.setattr(feature_queue, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError):
+        queue.enqueue(rows_of(0, 0, 2))
+    monkeypatch.undo()
+    queue.enqueue(rows_of(0, 0, 2))
+    assert queue.features().equal(rows_of(0, 0, 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes_and_messages(dtype):
     """Rows are sent as they are, after their numbers, before the labels, and kept in the dtype of the queue."""
@@ -125,4 +136,4 @@ def test_dtypes_and_messages(dtype):
     right = whole(1, 2, [2, 2])
     for rows, of_other, *messages in gloo(body, range(2)):
         assert rows.equal(right.to(dtype).float()) and of_other.equal(right.to(dtype))
-        assert messages == [[16, 2 * 3 * dtype.itemsize, 2 * 8], [2 * 3 * 4], []]
+        assert messages == [[24, 2 * 3 * dtype.itemsize, 2 * 8], [2 * 3 * 4], []]

@@ -5,6 +5,7 @@ A wrong argument of one call raises before anything is sent, and the error names
 
 import copy
 import pickle
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 
@@ -19,6 +20,7 @@ from diffcoll import nn
 from diffcoll.nn import functional as f
 
 X, Y, IDS = torch.ones(2, 4), torch.randn(5, 2, 4), torch.tensor([0, 1, 1, 2, 0])
+IMAGES = torch.ones(2, 3, 2, 2)
 INTEGERS, BOOL = torch.ones(2, 4).long(), torch.ones(2, 2, dtype=torch.bool)
 HIDDEN, WEIGHT, TARGET = torch.ones(2, 3, 4), torch.ones(9, 4), torch.tensor([[0, 8, -100], [5, 5, 3]])
 clip, of_vocabulary = partial(f.clip_loss, X, X, 1.0), f.vocab_parallel_cross_entropy
@@ -38,6 +40,7 @@ MISTAKES = [
     ("clip_loss: sizes", TypeError, lambda: clip(sizes="all")),
     ("clip_loss: exclude", TypeError, lambda: clip(exclude=BOOL.long())),
     ("clip_loss: exclude", ValueError, lambda: clip(exclude=BOOL[:, :1])),
+    ("clip_loss: exclude", ValueError, lambda: clip(exclude=BOOL[:1])),
     ("siglip_loss: logit_bias", ValueError, lambda: f.siglip_loss(X, X, 1.0, torch.ones(2))),
     ("siglip_loss()", TypeError, lambda: f.siglip_loss(X, X, 1.0)),
     ("info_nce_loss: query", ValueError, lambda: f.info_nce_loss(Y, Y)),
@@ -45,6 +48,10 @@ MISTAKES = [
     ("info_nce_loss: negatives", TypeError, lambda: f.info_nce_loss(X, X, [X])),
     ("info_nce_loss: negatives", ValueError, lambda: f.info_nce_loss(X, X, X)),
     ("info_nce_loss: exclude", ValueError, lambda: f.info_nce_loss(X, X, Y[:2], exclude=BOOL[:, :1])),
+    ("info_nce_loss: exclude_negatives", ValueError, lambda: f.info_nce_loss(X, X, Y[:2], exclude_negatives=BOOL[:1])),
+    ("info_nce_loss: exclude_negatives", ValueError, lambda: f.info_nce_loss(X, X, Y[:2, :1], exclude_negatives=BOOL)),
+    ("info_nce_loss: exclude_negatives", ValueError, lambda: f.info_nce_loss(X, X, exclude_negatives=BOOL)),
+    ("info_nce_loss: exclude_negatives", TypeError, lambda: f.info_nce_loss(X, X, Y[:2], exclude_negatives=BOOL.int())),
     ("info_nce_loss: labels", ValueError, lambda: f.info_nce_loss(X, X, labels=IDS)),
     ("info_nce_loss: temperature", ValueError, lambda: f.info_nce_loss(X, X, temperature=0)),
     ("nt_xent_loss: out1", ValueError, lambda: f.nt_xent_loss(Y[:, 0], Y[1:, 0])),
@@ -67,6 +74,7 @@ MISTAKES = [
     ("dice_loss: smooth", ValueError, lambda: f.dice_loss(X, X, smooth=-1.0)),
     ("tversky_loss: alpha", ValueError, lambda: f.tversky_loss(X, X, alpha=-1.0)),
     ("dice_loss: dims", ValueError, lambda: f.dice_loss(X[0], X[0], dims="per class")),
+    ("iou_loss: dims", ValueError, lambda: f.iou_loss(IMAGES, IMAGES)),
     ("tversky_loss: dims", TypeError, lambda: f.tversky_loss(X, X, dims="classes")),
     ("sinkhorn: scores", ValueError, lambda: f.sinkhorn(X[0])),
     ("sinkhorn: epsilon", ValueError, lambda: f.sinkhorn(X, epsilon=0.0)),
@@ -78,6 +86,7 @@ MISTAKES = [
     ("weighted_mean: x", TypeError, lambda: f.weighted_mean(INTEGERS)),
     ("weighted_mean: weight", ValueError, lambda: f.weighted_mean(X.T, weight=X[:, 0])),
     ("token_mean: losses", TypeError, lambda: f.token_mean(INTEGERS)),
+    ("token_mean: losses", ValueError, lambda: f.token_mean(X.mean())),
     ("token_mean: weight", ValueError, lambda: f.token_mean(X, X[:, 0])),
     ("vocab_parallel_cross_entropy: hidden", TypeError, lambda: of_vocabulary([1.0], WEIGHT, TARGET)),
     ("vocab_parallel_cross_entropy: weight_shard", ValueError, lambda: of_vocabulary(HIDDEN, X.T, TARGET)),
@@ -120,6 +129,62 @@ def test_ranks_with_features_of_different_sizes(run):
             assert "rank 0 has D = 4, rank 1 has 5" in refusal(dc.CollectiveMismatchError, call)
 
     run(body, [4, 5])
+
+
+@runs_on("rules", "gloo")
+def test_a_mask_of_too_few_columns_on_one_rank(run):
+    """All ranks raise, before features are sent."""
+
+    def body(rows, columns):
+        x, mask = data(rows, 4), torch.zeros(rows, columns, dtype=torch.bool)
+        for call in (partial(f.clip_loss, x, x, 1.0), partial(f.nt_xent_loss, x, x), partial(f.info_nce_loss, x, x)):
+            refusal((ValueError, dc.CollectiveMismatchError), call, exclude=mask if rows else None)
+
+    run(body, [2, 0, 3], [5, 5, 4])
+
+
+# ── ranks whose features need no gradient ────────────────────────────────────────────────────────────────
+
+#: Whose backward sends what all ranks have of the loss, whatever their features need.
+TAKE_SUCH_A_RANK = ["barlow twins", "vicreg", "sigreg", "dice", "token mean"]
+
+
+def step(x, y, labels, name, needed, context, frozen=()):
+    """The gradients of x and y, which rank 1 may not need."""
+    x, y = (t.clone().requires_grad_(i not in frozen and (needed or dc.get_rank() != 1)) for i, t in enumerate((x, y)))
+    with context() as region:
+        loss = LOSSES[name].ours(x, y, labels)
+    if loss.requires_grad:
+        (region or (lambda loss: loss))(loss).backward()
+    return [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, y)]
+
+
+@pytest.mark.parametrize("name", [*TAKE_SUCH_A_RANK, *CONTRASTIVE, "koleo"])
+def test_an_empty_rank_that_needs_no_gradient(name):
+    """An error on all ranks, unless all run backward anyway, or none does."""
+    parts = [t.split([3, 0, 2]) for t in batch(5)[:3]]
+
+    def of(needed, context, **more):
+        return rules(partial(step, name=name, needed=needed, context=context, **more), *parts)
+
+    right = of(True, nullcontext)
+    for found in (of(False, dc.joint_backward), of(False, nullcontext) if name in TAKE_SUCH_A_RANK else right):
+        torch.testing.assert_close(found, right)
+    assert all((g == 0).all() for of_rank in of(False, torch.no_grad) for g in of_rank)
+    if name not in TAKE_SUCH_A_RANK:
+        rules(partial(refusal, dc.CollectiveMismatchError, step, name=name, needed=False, context=nullcontext), *parts)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_images_that_need_no_gradient_beside_frozen_texts(name):
+    """No gradient of the gathered texts is sent, but CLIP's reduce-scatter has a backward."""
+    parts = [t.split([3, 0, 2]) for t in batch(5)[:3]]
+    locked = partial(step, name=name, context=nullcontext, frozen=[1])
+    right = rules(partial(locked, needed=True), *parts)
+    if name == "clip":
+        rules(partial(refusal, dc.CollectiveMismatchError, locked, needed=False), *parts)
+    else:
+        torch.testing.assert_close(rules(partial(locked, needed=False), *parts), right)
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,10 +274,11 @@ MESSAGES = {
     "dice": (lambda x: f.dice_loss(x.sigmoid(), x > 0), [3, 1]),
     "dice of each class": (lambda x: f.dice_loss(x.sigmoid(), x > 0, dims="per class"), [3 * 4, 1]),
     "dice of each row": (lambda x: f.dice_loss(x.sigmoid(), x > 0, dims=1), [2, 1]),
+    "loss_of_sums": (lambda x: f.loss_of_sums(torch.div, x.square().sum(), x.new_tensor(4.0)), [2, 2]),
     "token_mean": (lambda x: f.token_mean(x.square()), [2, 1]),
     # two numbers for each token, or three; in backward hidden's gradient, if it needs one
-    "vocabulary": (lambda x: of_vocabulary(HIDDEN.clone().requires_grad_(), x, TARGET % 8), [2, 2 * 6, 6 * 4]),
-    "vocabulary, smoothed": (lambda x: of_vocabulary(HIDDEN, x, TARGET % 8, label_smoothing=0.3), [2, 3 * 6]),
+    "vocabulary": (lambda x: of_vocabulary(HIDDEN.clone().requires_grad_(), x, TARGET % 8), [4, 2 * 6, 6 * 4]),
+    "vocabulary, smoothed": (lambda x: of_vocabulary(HIDDEN, x, TARGET % 8, label_smoothing=0.3), [4, 3 * 6]),
     "sinkhorn": (lambda x: f.token_mean(x * f.sinkhorn(x, iterations=2)), [4, 4, 2, 1]),
 }
 
