@@ -34,6 +34,8 @@ from diffcoll.engines.devices import cuda_is_missing
 from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, refuse_thread
 from diffcoll.engines.simulated.engine import LocalEngine
 from diffcoll.engines.simulated.group import SimulatedGroup
+from diffcoll.engines.simulated.report import Mesh
+from diffcoll.engines.simulated.submodules import followed
 
 _c = torch._C._distributed_c10d
 # DTensor enters FakeTensorMode, which sets a guard of devices in builds for CUDA without a GPU. In torch 2.11 the guard
@@ -93,6 +95,8 @@ def _make_group(real: Callable[..., Any], *args: Any, **more: Any) -> Any:
     if ranks and me.number not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None
     engine = LocalEngine(tuple(ranks or range(me.world.size)), name)
+    dim = more.get("group_desc") or ""  # "mesh_tp" of the dimension tp
+    engine.mesh_dim = dim.removeprefix("mesh_") if dim.startswith("mesh_") and dim != "mesh_default" else ""
     group = SimulatedGroup(engine)
     use(group, engine)
     groups, tag = me.c10d_groups, more.get("pg_tag")
@@ -127,6 +131,7 @@ def installed() -> Iterator[None]:
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         DeviceMesh._coordinate_on_dim = property(_coordinate, _set_coordinate)  # type: ignore[assignment]
         undo.callback(delattr, DeviceMesh, "_coordinate_on_dim")
+        undo.enter_context(followed())
         yield
 
 
@@ -147,3 +152,6 @@ def _coordinate(mesh: Any) -> Any:
 
 def _set_coordinate(mesh: Any, coordinate: Any) -> None:
     mesh.__dict__["_coordinate_on_dim"] = coordinate
+    report, ranks, shape = THREAD.rank.world.report, mesh._flatten_rank_map, mesh.shape
+    if len(ranks) == len(report.ranks) and len(shape) > len(report.mesh.shape if report.mesh else ()):
+        report.mesh = Mesh.of(mesh.mesh_dim_names, shape, ranks)
