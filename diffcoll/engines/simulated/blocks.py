@@ -126,7 +126,10 @@ def _alike(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def fits(into: Block | None, block: Block | None) -> bool:
-    """Whether a rank that expects `into` can receive this; an empty block need not be sent, 1-d stands for any shape."""
+    """Whether a rank that expects `into` can receive `block`.
+
+    An empty block need not be sent, and one in 1-d stands for any shape.
+    """
     if into is None or block is None:
         return all(b is None or 0 in b.shape for b in (into, block))
     same = into.dtype == block.dtype and into.memory == block.memory

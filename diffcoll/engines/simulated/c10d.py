@@ -33,6 +33,7 @@ from diffcoll.engines.c10d import use
 from diffcoll.engines.devices import cuda_is_missing
 from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, refuse_thread
 from diffcoll.engines.simulated.engine import LocalEngine
+from diffcoll.engines.simulated.functional import met
 from diffcoll.engines.simulated.group import SimulatedGroup
 from diffcoll.engines.simulated.report import Mesh
 from diffcoll.engines.simulated.submodules import followed
@@ -132,6 +133,7 @@ def installed() -> Iterator[None]:
         DeviceMesh._coordinate_on_dim = property(_coordinate, _set_coordinate)  # type: ignore[assignment]
         undo.callback(delattr, DeviceMesh, "_coordinate_on_dim")
         undo.enter_context(followed())
+        undo.enter_context(met())
         yield
 
 

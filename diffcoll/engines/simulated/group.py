@@ -342,7 +342,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def plain(x: Any) -> Any:
-    """Return a tensor with memory, or what is compared of one without; raise if it is one of a transform or a tracer."""
+    """Return a tensor, or what is compared of one without memory; raise if it is of a transform or a tracer."""
     if not isinstance(x, Tensor):
         return x
     if hasattr(x, "trigger_wait"):  # the result of a functional collective

@@ -56,6 +56,7 @@ class Rank(threading.Thread):
         self.c10d_groups: Any = None  # its groups of torch.distributed
         self.check_mode: Any = None  # see `core.check_mode`
         self.state: State | None = None  # of its last pause
+        self.in_flight: dict[int, tuple[Any, Any]] = {}  # functional collectives, by their results' storage
         self.submodules = Submodules()
         self.waits_for: Meeting | None = None
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
@@ -80,7 +81,7 @@ class Rank(threading.Thread):
             world.failures.append((self.number, error))
         finally:  # graphs refer to engines, and these to the rank, which must not refer to tensors
             self.default_group = self.c10d_groups = None
-            del self.body, self.submodules
+            del self.body, self.submodules, self.in_flight
         if not world.stopped:
             world.next()
 
