@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.torch_private.tracing import unobserved
 from diffcoll.core.torch_private.without_memory import has_memory
 from diffcoll.engines.engine import add_up
@@ -50,6 +49,14 @@ class Block(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}{'' if self.memory else ' without memory'}"
+
+
+class Misfit(Exception):
+    """Rank `receiver` of a group expects another block than rank `sender` sends."""
+
+    def __init__(self, receiver: int, sender: int, into: Block | None, block: Block | None) -> None:
+        self.receiver, self.sender = receiver, sender
+        self.expects, self.sends = (str(b or "nothing") for b in (into, block))
 
 
 #: None: nothing is sent, or expected.
@@ -107,14 +114,14 @@ def deliver(op: str, ranks: Sequence[Sequence[tuple[Row, Row]]]) -> list[None]:
 def expect_fit(sends: Sequence[Row], recvs: Sequence[Row]) -> None:
     """Raise unless each rank expects from each rank what that one sends."""
     receivers = _alike(recvs)
-    for senders in _alike(sends):
+    for senders in sorted(_alike(sends), key=len):  # an error names the rank that differs from most
         for group in receivers:
             row, into = sends[senders[0]], recvs[group[0]]
             sent = {kind(row[r]) for r in group} if row.others else {kind(row.block)}
             expected = {kind(into[s]) for s in senders} if into.others else {kind(into.block)}
             if not all(fits(y, x) for y in expected for x in sent):
                 pairs = ((r, s, kind(recvs[r][s]), kind(sends[s][r])) for r in group for s in senders)
-                raise misfit(*next(pair for pair in pairs if not fits(*pair[2:])))
+                raise Misfit(*next(pair for pair in pairs if not fits(*pair[2:])))
 
 
 def _alike(rows: Sequence[Row]) -> list[list[int]]:
@@ -134,13 +141,6 @@ def fits(into: Block | None, block: Block | None) -> bool:
         return all(b is None or 0 in b.shape for b in (into, block))
     same = into.dtype == block.dtype and into.memory == block.memory
     return same and (block.shape == into.shape or block.shape == (torch.Size(into.shape).numel(),))
-
-
-def misfit(r: int, s: int, into: Block | None, block: Block | None) -> CollectiveMismatchError:
-    """Return the error of rank r, which expects `into` from rank s."""
-    return CollectiveMismatchError(
-        f"rank {r} expects {into or 'nothing'} from rank {s}, which sends {block or 'nothing'}"
-    )
 
 
 def _copy(_: str, sends: Sequence[Row], recvs: Sequence[Row]) -> None:

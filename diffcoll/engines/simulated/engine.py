@@ -68,7 +68,7 @@ class LocalEngine(Engine):
     def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int], later: bool = False) -> Wait:
         if x is None or has_memory(x):
             return super().all_gather(x, row, counts, later)
-        return self._meet("blocks", (Row(x), _parts(row, counts)))
+        return self._meet("blocks", (Row(x.view(-1)), _parts(row, counts)))
 
     @override
     def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor, later: bool = False) -> Wait:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from diffcoll.core.torch_private.tracing import is_traced, unobserved
 from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.core.torch_private.without_memory import has_memory, is_recorded
-from diffcoll.engines.simulated.blocks import Block, Part, Row, deliver, fits, kind, misfit
+from diffcoll.engines.simulated.blocks import Block, Misfit, Part, Row, deliver, fits, kind
 from diffcoll.engines.simulated.engine import LocalEngine
 from diffcoll.engines.simulated.meetings import Entry, Meeting
 from diffcoll.engines.simulated.world import expect_thread_of
@@ -254,7 +254,7 @@ class SimulatedGroup(dist.ProcessGroup):
                 meeting.entries[engine.me.number] = entry
                 sender = max(source, other)
                 pair = [engine.ranks[r] for r in (sender, destination)]
-                world.complete(meeting, pair, partial(_receive, sender, destination))
+                world.complete(meeting, pair, partial(_receive, sender))
                 break
         else:
             ranks = engine.ranks if peer == _ANY else (engine.me.number, engine.ranks[peer])
@@ -263,11 +263,11 @@ class SimulatedGroup(dist.ProcessGroup):
         return SimulatedWork(partial(call.finish, partial(world.wait, engine.me, meeting)), [x])
 
 
-def _receive(source: int, destination: int, xs: Sequence[Part]) -> list[int]:
+def _receive(source: int, xs: Sequence[Part]) -> list[int]:
     """Write a message to where its receiver expects it; the result of both is the source."""
     sent, into = xs
     if not fits(kind(into), kind(sent)):
-        raise misfit(destination, source, kind(into), kind(sent))
+        raise Misfit(1, 0, kind(into), kind(sent))
     if isinstance(into, Tensor) and isinstance(sent, Tensor):
         with unobserved(), torch.inference_mode():
             into.copy_(sent.view(into.shape))

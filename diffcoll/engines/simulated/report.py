@@ -49,42 +49,46 @@ class Report:
         """Return why these meetings are called off, and where each rank is."""
         entries = {number: entry for meeting in meetings for number, entry in meeting.entries.items()}
         split = self.first_split or next((self.words_of_split(m) for m in meetings if m.is_split), "")
-        lines = [f"simulated ranks: {why}", *self._where(meetings, entries), *(self._root() if deadlock else ())]
+        lines = [
+            f"simulated ranks: {why}",
+            *self._where(meetings, entries, deadlock),
+            *(self._root() if deadlock else ()),
+        ]
         if split:
             lines.append(f"the first collective that ranks joined from different submodules: {split}")
         if of_backward := [e.origin for e in entries.values() if e.origin or (e.within and not e.of_torch)]:
             lines.append(f"a rank that is elsewhere {not_run(next(filter(None, of_backward), None))}")
         return "\n".join(lines)
 
-    def _where(self, meetings: Sequence[Meeting], entries: dict[int, Entry]) -> list[str]:
-        """Return a line for each rank, or for all those that do the same."""
-        together = len(self.ranks) >= _MANY or self.mesh is not None
-        alike: dict[tuple[str, str, object], list[int]] = {}
+    def _where(self, meetings: Sequence[Meeting], entries: dict[int, Entry], deadlock: bool) -> list[str]:
+        """Return a line for each rank, or, of those that meet or of all that wait, for all that do the same."""
+        if len(self.ranks) < _MANY and self.mesh is None:
+            return [f"  rank {r.number} {self._doing(r, meetings, entries, 1)}" for r in self.ranks]
+        alike: dict[str, list[int]] = {}
+        concerned = {r for meeting in meetings for r in meeting.ranks}
         for rank in self.ranks:
-            doing = self._doing(rank, meetings, entries, together)
-            alike.setdefault((*doing, None if together else rank.number), []).append(rank.number)
-        groups = sorted(alike.items(), key=lambda group: (len(group[1]), group[1])) if together else [*alike.items()]
-        lines = [
-            f"  {self.names(numbers)} {verb if len(numbers) == 1 else verb.replace('waits', 'wait')}{rest}"
-            for (verb, rest, _), numbers in groups
-        ]
-        rest = sum(len(numbers) for _, numbers in groups[_LINES:]) if together else 0
-        return [*lines[:_LINES], f"  {rest} more ranks are elsewhere"] if rest else lines
+            if deadlock or rank.number in concerned:
+                alike.setdefault(self._doing(rank, meetings, entries, 2), []).append(rank.number)
+        groups = sorted(alike.items(), key=lambda group: (len(group[1]), group[1]))
+        lines = []
+        for doing, numbers in groups[:_LINES]:
+            one = self._doing(self.ranks[numbers[0]], meetings, entries, 1) if len(numbers) == 1 else doing
+            lines.append(f"  {self.names(numbers)} {one}")
+        more = sum(len(numbers) for _, numbers in groups[_LINES:])
+        return [*lines, f"  {more} more ranks are elsewhere"] if more else lines
 
-    def _doing(
-        self, rank: Any, meetings: Sequence[Meeting], entries: dict[int, Entry], relative: bool
-    ) -> tuple[str, str]:
-        """Return a verb and words for where a rank is, which has added these entries to `meetings`."""
+    def _doing(self, rank: Any, meetings: Sequence[Meeting], entries: dict[int, Entry], count: int) -> str:
+        """Return what a rank does, which has added these entries to `meetings`, as words about one rank or several."""
         waits_for: Meeting | None = rank.waits_for
         if rank.outcome:
-            return rank.outcome, ""
+            return str(rank.outcome)
         if waits_for is not None and (waits_for in meetings or rank.number not in entries):
             entry = waits_for.entries[rank.number]
         elif rank.number in entries:
             entry = entries[rank.number]
         else:
-            return "in no collective", ""
-        return "waits in ", entry.words(relative)
+            return "is in no collective" if count == 1 else "are in no collective"
+        return f"{'waits' if count == 1 else 'wait'} in {entry.words(relative=count > 1)}"
 
     def _root(self) -> list[str]:
         """Return what all ranks wait for in the end: ranks that have ended, or a shortest circle of meetings."""
@@ -158,12 +162,12 @@ def _boxes(points: Iterable[tuple[int, ...]], names: Sequence[str], shape: Seque
         alike.setdefault(frozenset(below[first]), []).append(first)
     found = []
     for rests, firsts in alike.items():
-        own = f"{names[0]} {ranges(firsts)}" if len(firsts) < shape[0] else ""
+        own = f"{names[0]} {ranges(firsts, ' ')}" if len(firsts) < shape[0] else ""
         found += [", ".join(filter(None, (own, box))) for box in _boxes(rests, names[1:], shape[1:])]
     return found
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int], between: str = ", ") -> str:
     """Return sorted numbers in words, such as 0–3, 5."""
     runs: list[list[int]] = []
     for n in numbers:
@@ -171,4 +175,4 @@ def ranges(numbers: Sequence[int]) -> str:
             runs[-1][1:] = [n]
         else:
             runs.append([n])
-    return ", ".join("–".join(map(str, run)) for run in runs)
+    return between.join("–".join(map(str, run)) for run in runs)

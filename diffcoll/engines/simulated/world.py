@@ -25,6 +25,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, message
 from diffcoll.engines.devices import synchronize_streams
 from diffcoll.engines.rank_state import THREAD, NotARankError, launched_as, outsiders, seed_rank
+from diffcoll.engines.simulated.blocks import Misfit
 from diffcoll.engines.simulated.meetings import Combine, Entry, Meeting
 from diffcoll.engines.simulated.report import Report
 from diffcoll.engines.simulated.state import State, settings_restored, shared_forward_mode
@@ -181,7 +182,8 @@ class World:
         elif entry.what != first.what:
             self.call_off([meeting], "the ranks are in different collectives")
         elif entry.how != first.how:
-            differ = f"rank {first_rank} has {first.how}, rank {me.number} {entry.how}"
+            one, other = self.report.names([first_rank]), self.report.names([me.number])
+            differ = f"{one} has {first.how}, {other} {entry.how}"
             why = f"{entry.what} was called with different arguments: {differ}"
             self.call_off([meeting], why + _remedy(entry.what))
         elif complete:
@@ -194,8 +196,10 @@ class World:
             synchronize_streams()  # each rank may be on a stream of its own
             results = combine([meeting.entries[r].payload for r in ranks])
             synchronize_streams()
-        except CollectiveMismatchError as error:
-            self.call_off([meeting], str(error) + _remedy(meeting.entries[ranks[0]].what))
+        except Misfit as error:
+            receiver, sender = (self.report.names([ranks[r]]) for r in (error.receiver, error.sender))
+            why = f"{receiver} expects {error.expects} from {sender}, which sends {error.sends}"
+            self.call_off([meeting], why + _remedy(meeting.entries[ranks[0]].what))
         except Exception as error:
             self.call_off([meeting], f"their arguments do not fit together: {error}")
         else:
