@@ -1,9 +1,9 @@
 """64 ranks without memory: tensor × data parallelism by DTensor, in which one rank skips a layer.
 
-    python examples/will_it_hang.py [--rank -1]    --rank: the one that skips it; -1: none
+python examples/will_it_hang.py [--rank -1]    --rank: the one that skips it; -1: none
 """
 
-import argparse
+import sys
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import diffcoll as dc
 from diffcoll.testing import simulate
 
-RANKS, WIDTH, LAYERS = 64, 1024, 3
+WIDTH = 1024
 
 
 class MLP(nn.Module):
+    """A layer, whose sum over tp is in `down`."""
+
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -27,14 +29,15 @@ class MLP(nn.Module):
 
 
 class Model(nn.Module):
+    """A stack of layers, of which a rank may skip one."""
+
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(MLP() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(MLP() for _ in range(3))
 
     def forward(self, x, skipped):
         for i, layer in enumerate(self.layers):
-            if i != skipped:
-                x = layer(x)
+            x = x if i == skipped else layer(x)
         return x
 
 
@@ -51,11 +54,8 @@ def step(rank, wrong):
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser()
-    options.add_argument("--rank", type=int, default=29)
-    wrong = options.parse_args().rank
     try:
-        simulate(step, range(RANKS), [wrong] * RANKS)
+        simulate(step, range(64), [int((sys.argv[1:] or [29])[0])] * 64)
         print("no rank waits for ever")
     except dc.CollectiveMismatchError as error:
         print(error)

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines.c10d import use
 from diffcoll.engines.devices import cuda_is_missing
-from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, refuse_thread
+from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, refuse_thread, threads_followed
 from diffcoll.engines.simulated.engine import LocalEngine
 from diffcoll.engines.simulated.functional import met
 from diffcoll.engines.simulated.group import SimulatedGroup
@@ -73,6 +73,8 @@ class _GroupsOfThread:
 
     def _of_thread(self) -> Any:
         if THREAD.rank is None:
+            if THREAD.started_by is not None and THREAD.started_by.c10d_groups is not None:
+                return THREAD.started_by.c10d_groups  # for queries; its groups refuse to communicate
             refuse_thread("torch.distributed")
             return self._before
         # No public API tells whether this thread compiles: Dynamo calls functions to get constants for its graph.
@@ -133,6 +135,7 @@ def installed() -> Iterator[None]:
         DeviceMesh._coordinate_on_dim = property(_coordinate, _set_coordinate)  # type: ignore[assignment]
         undo.callback(delattr, DeviceMesh, "_coordinate_on_dim")
         undo.enter_context(followed())
+        undo.enter_context(threads_followed())
         undo.enter_context(met())
         yield
 

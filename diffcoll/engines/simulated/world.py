@@ -14,13 +14,11 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, message
 from diffcoll.engines.devices import synchronize_streams
@@ -29,6 +27,7 @@ from diffcoll.engines.simulated.blocks import Misfit
 from diffcoll.engines.simulated.meetings import Combine, Entry, Meeting
 from diffcoll.engines.simulated.report import Report
 from diffcoll.engines.simulated.state import State, settings_restored, shared_forward_mode
+from diffcoll.engines.simulated.store import SimulatedStore
 from diffcoll.engines.simulated.submodules import Submodules
 
 #: (name of the collective, each rank's tensor and arguments) → each rank's result.
@@ -106,9 +105,7 @@ class World:
         self._meetings: dict[object, Meeting] = {}
         self._off: list[Meeting] = []  # called off
         #: For torch.distributed: the store, and the messages that wait for their counterpart, see `SimulatedGroup`.
-        # Programs of several processes may wait for a key that another rank sets later; here that rank would not run.
-        self.store = HashStore()
-        self.store.set_timeout(timedelta(seconds=1))
+        self.store = SimulatedStore(self)
         self.mailboxes: defaultdict[object, list[tuple[int, Meeting]]] = defaultdict(list)
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -207,7 +204,7 @@ class World:
             if not self.report.first_split and meeting.is_split:
                 self.report.first_split = self.report.words_of_split(meeting)
             meeting.entries.clear()  # they may refer to the ranks' graphs
-            self._wake(meeting)
+            self.wake(meeting)
 
     def wait(self, me: Rank, meeting: Meeting) -> Any:
         """Return this rank's result of a meeting; other ranks run until it is there. Raise if it was called off."""
@@ -247,7 +244,8 @@ class World:
         else:
             self._over.release()
 
-    def _wake(self, meeting: Meeting) -> None:
+    def wake(self, meeting: Meeting) -> None:
+        """Let the ranks run that wait for this meeting."""
         for rank in sorted(meeting.waiting, key=lambda rank: rank.number):
             rank.waits_for = None
             self._ready.append(rank)
@@ -264,7 +262,7 @@ class World:
         for meeting in meetings:
             meeting.off = text
             self._off.append(meeting)
-            self._wake(meeting)
+            self.wake(meeting)
 
 
 def _remedy(collective: str) -> str:
