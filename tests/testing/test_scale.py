@@ -141,8 +141,8 @@ def own(r, n, bug):
     with torch.device("meta"):
         x = torch.ones(3, 4, requires_grad=True)
         y = x * 2 if bug == "skipped" else dc.all_reduce(x * 2)
-        y = dc.reduce_scatter(dc.all_gather(y, dim=1 if bug != "dim" else 0).reshape(3 * n, 4))
-        y = dc.shift(dc.broadcast(dc.all_reduce(y, "max"), 1))
+        y = dc.reduce_scatter(dc.all_gather(y, dim=1).reshape(3 * n, 4))
+        y = dc.shift(dc.broadcast(dc.all_reduce(y, "min" if bug == "op" else "max"), 1))
         y = dc.all_to_all(y.repeat(n, 1))
         dc.all_gather(torch.ones(r % 3, 2), sizes=[s % 3 for s in range(n)])
         if bug != "backward":
@@ -157,7 +157,7 @@ PROGRAMS = {
     data: (16, ["backward"]),
     pipeline: (16, ["skipped send", "shape"]),
     experts: (16, ["shape", "skipped"]),
-    own: (16, ["skipped", "dim", "backward"]),
+    own: (16, ["skipped", "op", "backward"]),
 }
 CASES = [(program, n, bug) for program, (n, bugs) in PROGRAMS.items() for bug in ("", *bugs)]
 
@@ -204,7 +204,7 @@ def test_coordinates_and_lines():
         dist.all_reduce(torch.ones(1), group=mesh["b"].get_group()) if r < 8 else dist.recv(torch.ones(1), r - 1)
 
     text = refusal(dc.CollectiveMismatchError, simulate, body, range(12))
-    assert "2 ranks (a 1, b 0) returned" in text and "2 ranks (a 1, b 1) wait in" in text
+    assert "6 ranks (a 0; a 1, b 0) returned" in text and "2 ranks (a 1, b 1) wait in" in text
     assert "4 ranks (a 2) wait in" in text and "rank r − 1" in text and "all_reduce of b" in text
     assert len([line for line in text.splitlines() if line.startswith("  ")]) == 3
 

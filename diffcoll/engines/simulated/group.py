@@ -23,6 +23,7 @@ from typing_extensions import override
 from diffcoll.core.torch_private.tracing import is_traced, unobserved
 from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.core.torch_private.without_memory import has_memory, is_recorded
+from diffcoll.engines.rank_state import THREAD
 from diffcoll.engines.simulated.blocks import Block, Misfit, Part, Row, deliver, fits, kind
 from diffcoll.engines.simulated.engine import LocalEngine
 from diffcoll.engines.simulated.meetings import Entry, Meeting
@@ -96,7 +97,9 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._engine.names[0]
 
     def rank(self) -> int:
-        return self.engine.rank
+        if THREAD.started_by is not self._engine.me:  # whose threads may ask
+            expect_thread_of(self._engine.me)
+        return self._engine.rank
 
     def getGroupName(self) -> str:
         return self._engine.names[0]

@@ -60,6 +60,15 @@ class Report:
             lines.append(f"a rank that is elsewhere {not_run(next(filter(None, of_backward), None))}")
         return "\n".join(lines)
 
+    def incomplete(self, meetings: Sequence[Meeting]) -> str:
+        """Return which communications some ranks have started, and others have not joined, when all have ended."""
+        lines = [
+            f"  {self.names(sorted(m.entries))}: {next(iter(m.entries.values())).words()}, not {self.names(m.missing)}"
+            for m in meetings
+        ]
+        more = [f"  and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+        return "\n".join(("simulated ranks: not all ranks have called, and nobody waited:", *lines[:_LINES], *more))
+
     def _where(self, meetings: Sequence[Meeting], entries: dict[int, Entry], deadlock: bool) -> list[str]:
         """Return a line for each rank, or, of those that meet or of all that wait, for all that do the same."""
         if len(self.ranks) < _MANY and self.mesh is None:

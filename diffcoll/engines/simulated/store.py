@@ -52,7 +52,8 @@ class SimulatedStore(Store):
             if key not in self._values:
                 refuse_thread("torch.distributed.Store")
                 me = THREAD.rank
-                entry = Entry(f"torch.distributed.Store, for key {key!r},", None, None, None, of_torch=True)
+                name = key.rpartition("//")[2]  # what is before is of torch.distributed
+                entry = Entry(f"torch.distributed.Store, for key {name!r},", None, None, None, of_torch=True)
                 meeting = Meeting(range(self._world.size), {me.number: entry})
                 self._awaited.setdefault(key, []).append(meeting)
                 self._world.wait(me, meeting)

@@ -154,8 +154,8 @@ class World:
         """Return what does not fit together of communications that no rank has waited for; "": nothing."""
         open_meetings = [m for m in self._meetings.values() if not m.off]
         open_meetings += [meeting for waiting in self.mailboxes.values() for _, meeting in waiting]
-        if not self.failures and open_meetings:
-            return self.report.text("ranks have not joined a communication that others started", open_meetings)
+        if open_meetings:
+            return self.report.incomplete(open_meetings)
         return next((meeting.off for meeting in self._off if not meeting.raised), "")
 
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
