@@ -332,6 +332,21 @@ def test_functional_collectives_meet(fake):
         refusal(dc.CollectiveMismatchError, simulate, body, range(2), [which] * 2, [8] * 2)
 
 
+@pytest.mark.parametrize("fake", [False, True])
+def test_the_use_of_a_result_waits(fake):
+    """Else an order of collectives that hangs would pass, and a right one differ from real ranks."""
+    order = []
+
+    def body(r):
+        with FakeTensorMode() if fake else torch.device("meta"):
+            order.append(("called", r))
+            fc.all_reduce(torch.ones(2), "sum", dist.group.WORLD) * 1
+            order.append(("used", r))
+
+    simulate(body, range(2))
+    assert order[:2] == [("called", 0), ("called", 1)]
+
+
 def test_off_the_ranks_and_in_traces():
     """PyTorch's own kernels run in threads that are no rank, and for graphs."""
     shapes = []
