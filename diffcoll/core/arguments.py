@@ -142,7 +142,7 @@ class Call:
             raise TypeError(message(self.name, "x", got, "a dtype whose gradients can be added", remedy))
         devices = self.engine.devices
         device = "cpu" if x.is_cpu else x.device.type
-        if device == "meta" or (devices is not None and device not in devices):
+        if (device == "meta" and not self.engine.moves_meta) or (devices is not None and device not in devices):
             where = "tensors with memory" if devices is None else f"a tensor on {' or '.join(devices)}"
             expected = f"{where}, which is what {self.engine.description} moves"
             remedy = "move x there, or pass another group"

@@ -60,6 +60,8 @@ class Engine(ABC):
     key: str = ""
     #: Types of the devices whose tensors this engine moves; None: any device but meta.
     devices: tuple[str, ...] | None = None
+    #: Whether it takes tensors on the meta device, which have no memory.
+    moves_meta: bool = False
     #: Whether it stands for another engine while Dynamo traces.
     compiling: bool = False
     #: Whether the ranks share one autograd graph, in which collectives are computed by `diffcoll.truth`.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ import torch
 class _OfThread(threading.local):
     #: The simulated rank that this thread is.
     rank: Any = None
+    #: The one that has started this thread, which may ask for its rank but call no collective.
+    started_by: Any = None
     #: Why this thread may not call collectives now; "": it may.
     refusal: str = ""
 
@@ -40,6 +44,29 @@ def refuse_thread(operation: str) -> None:
             f"{operation}: called in a thread that a simulated rank has started; call collectives in the rank's own "
             "thread, or run the program on processes (diffcoll.testing.spawn)"
         )
+
+
+@contextmanager
+def threads_followed() -> Iterator[None]:
+    """Let threads know which simulated rank has started them."""
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        rank, run = THREAD.rank or THREAD.started_by, thread.run
+
+        def run_for_rank() -> None:
+            THREAD.started_by = rank
+            run()
+
+        if rank is not None:
+            thread.run = run_for_rank  # type: ignore[method-assign]
+        start(thread)
+
+    threading.Thread.start = started  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def launched_as(rank: int, size: int, port: int = 29500) -> dict[str, str]:

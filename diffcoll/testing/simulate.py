@@ -41,6 +41,9 @@ def simulate(fn: Callable[..., T], *per_rank: Sequence[Any], seed: int = 0) -> l
     >>> simulate(total, [torch.tensor(3.0), torch.tensor(5.0)])
     [tensor(8.), tensor(8.)]
 
+    Tensors may have no memory (meta, `FakeTensorMode`): what is compared is what makes ranks hang, for a thousand ranks
+    on one machine. Until an asynchronous call is waited for, its outputs are NaN, and its inputs must not be modified.
+
     Args:
         fn: called as fn(a_r, b_r, …) on rank r; it calls backward itself, since all ranks take part in that. A tensor
             in its closure is shared by all ranks, unlike on processes, and so are module globals and caches: a program
@@ -57,8 +60,8 @@ def simulate(fn: Callable[..., T], *per_rank: Sequence[Any], seed: int = 0) -> l
 
     Raises:
         TypeError, ValueError: per_rank are no sequences of one length.
-        CollectiveMismatchError: ranks call different collectives, or wait for a rank that has finished; lists the
-            collective and line at which each rank waits.
+        CollectiveMismatchError: ranks call different collectives, or wait for a rank that has finished, or have not
+            joined what another one started; lists the collective and line at which each rank waits.
         RuntimeError: called on a simulated rank, within a transform of torch.func or `joint_backward`; or a thread that
             a rank has started calls a collective.
         RuntimeError, ValueError: a rank uses a process group that another rank has made, or what is another rank's in

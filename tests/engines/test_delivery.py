@@ -10,7 +10,7 @@ from runs import noted, refusal, rules
 
 import diffcoll as dc
 from diffcoll.core.groups import resolve
-from diffcoll.engines.simulated import engine
+from diffcoll.engines.simulated import blocks
 
 
 def primitive(odd):
@@ -53,6 +53,6 @@ def test_ranks_that_disagree(call):
 
 def test_a_sum_is_computed_once_for_all_ranks(monkeypatch):
     """Else the cost of a sum would grow with the square of the number of ranks."""
-    sums = noted(engine, "add_up", setattr=monkeypatch.setattr)
+    sums = noted(blocks, "add_up", setattr=monkeypatch.setattr)
     rules(lambda r: [dc.all_reduce(torch.ones(2)), dist.all_reduce(torch.ones(2))], range(5))
     assert len(sums) == 2

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from runs import refusal
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -105,9 +106,10 @@ def test_random_streams():
     """Those of real processes with this seed and rank; the caller's generators are not changed."""
 
     def body(r):
-        first = torch.rand(1).item(), random.random(), np.random.rand()
-        dc.all_reduce(torch.ones(1))
-        return *first, torch.rand(1).item(), random.random(), np.random.rand()
+        first = torch.rand(1).item(), random.random(), np.random.randn()  # NumPy draws two, and keeps one
+        for _ in range(2):
+            dc.all_reduce(torch.ones(1))
+        return *first, torch.rand(1).item(), random.random(), np.random.randn(), np.random.rand()
 
     def state():
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
@@ -117,7 +119,43 @@ def test_random_streams():
     assert state() == before
     assert streams == simulate(body, range(3)) == spawn(body, range(3))
     assert others == spawn(body, range(3), seed=1)
-    assert len({number for stream in streams + others for number in stream}) == 36
+    assert len({number for stream in streams + others for number in stream}) == 42
+
+
+def test_random_streams_of_which_one_rank_draws():
+    """A rank that has drawn none begins its own stream, whatever the others have drawn."""
+
+    def body(r):
+        drawn = [np.random.randn() for _ in range(r % 2)]
+        for _ in range(3):
+            dc.all_reduce(torch.ones(1))
+        return drawn + [np.random.randn() for _ in range(3 - r % 2)]
+
+    def at_once(r):
+        return [np.random.randn() for _ in range(3)]
+
+    assert simulate(body, range(4)) == simulate(at_once, range(4)) == spawn(at_once, range(4))
+
+
+def test_what_a_rank_leaves_behind():
+    """Settings of the process are the caller's again, also if the rank has raised."""
+
+    def settings():
+        deterministic = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        return *deterministic, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled(), dict(os.environ)
+
+    def body(r):
+        torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("medium")
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
+        os.environ.update(HOME="elsewhere", OF_A_RANK="1")
+        del os.environ["PATH"]
+        {}[r]
+
+    before = settings()
+    with pytest.raises(KeyError):
+        simulate(body, range(2))
+    assert settings() == before
 
 
 @pytest.mark.parametrize("call", [simulate, spawn])
@@ -194,6 +232,37 @@ def test_threads_of_an_operation_are_divided_among_the_ranks():
         torch.set_num_threads(before)
 
 
+# ── the store ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_store(monkeypatch):
+    """A rank that waits for a key, or polls, lets the others run; so does PyTorch's barrier of new groups."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+
+    def body(r):
+        dist.new_group([0, 1])
+        store = dist.distributed_c10d._get_default_store()
+        if r == 2:
+            store.set("key", "of 2")
+        found = [store.get("key"), store.compare_set("first", "", str(r)), store.delete_key("none")]
+        store.add("count", r + 1)
+        while store.add("count", 0) < 6:
+            pass
+        while not store.check(["last"]):
+            if r == 0:
+                store.multi_set(["last", "least"], ["1", "2"])
+        return [*found, *store.multi_get(["count", "least"])]
+
+    assert simulate(body, range(3)) == [[b"of 2", b"2", False, b"6", b"2"]] * 3
+
+
+def test_a_key_that_nobody_sets_is_named():
+    def body(r):
+        return r or dist.distributed_c10d._get_default_store().wait(["nobody's"])
+
+    assert "nobody's" in refusal(dc.CollectiveMismatchError, simulate, body, range(2))
+
+
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -263,6 +332,7 @@ def test_threads_beside_the_ranks():
         said.append(total(5))
 
     def started():
+        said.append((dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(dist.group.WORLD)))
         for call in (total, lambda r: dist.all_reduce(torch.ones(1))):
             try:
                 call(1)
@@ -281,7 +351,7 @@ def test_threads_beside_the_ranks():
     older = threading.Thread(target=before)
     older.start()
     simulate(body, range(2))
-    assert said == [5, "no rank", "no rank"]
+    assert said == [5, (1, 2, [0, 1]), "no rank", "no rank"]
 
 
 @pytest.mark.parametrize("thread", [threading.main_thread, threading.current_thread])

@@ -31,9 +31,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines.c10d import use
 from diffcoll.engines.devices import cuda_is_missing
-from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, refuse_thread
+from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, refuse_thread, threads_followed
 from diffcoll.engines.simulated.engine import LocalEngine
+from diffcoll.engines.simulated.functional import met
 from diffcoll.engines.simulated.group import SimulatedGroup
+from diffcoll.engines.simulated.report import Mesh
+from diffcoll.engines.simulated.submodules import followed
 
 _c = torch._C._distributed_c10d
 # DTensor enters FakeTensorMode, which sets a guard of devices in builds for CUDA without a GPU. In torch 2.11 the guard
@@ -70,6 +73,8 @@ class _GroupsOfThread:
 
     def _of_thread(self) -> Any:
         if THREAD.rank is None:
+            if THREAD.started_by is not None and THREAD.started_by.c10d_groups is not None:
+                return THREAD.started_by.c10d_groups  # for queries; its groups refuse to communicate
             refuse_thread("torch.distributed")
             return self._before
         # No public API tells whether this thread compiles: Dynamo calls functions to get constants for its graph.
@@ -93,6 +98,8 @@ def _make_group(real: Callable[..., Any], *args: Any, **more: Any) -> Any:
     if ranks and me.number not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None
     engine = LocalEngine(tuple(ranks or range(me.world.size)), name)
+    dim = more.get("group_desc") or ""  # "mesh_tp" of the dimension tp
+    engine.mesh_dim = dim.removeprefix("mesh_") if dim.startswith("mesh_") and dim != "mesh_default" else ""
     group = SimulatedGroup(engine)
     use(group, engine)
     groups, tag = me.c10d_groups, more.get("pg_tag")
@@ -127,6 +134,9 @@ def installed() -> Iterator[None]:
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         DeviceMesh._coordinate_on_dim = property(_coordinate, _set_coordinate)  # type: ignore[assignment]
         undo.callback(delattr, DeviceMesh, "_coordinate_on_dim")
+        undo.enter_context(followed())
+        undo.enter_context(threads_followed())
+        undo.enter_context(met())
         yield
 
 
@@ -147,3 +157,6 @@ def _coordinate(mesh: Any) -> Any:
 
 def _set_coordinate(mesh: Any, coordinate: Any) -> None:
     mesh.__dict__["_coordinate_on_dim"] = coordinate
+    report, ranks, shape = THREAD.rank.world.report, mesh._flatten_rank_map, mesh.shape
+    if len(ranks) == len(report.ranks) and len(shape) > len(report.mesh.shape if report.mesh else ()):
+        report.mesh = Mesh.of(mesh.mesh_dim_names, shape, ranks)

@@ -10,9 +10,9 @@ outputs of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,18 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from diffcoll.core.torch_private.tracing import is_traced
+from diffcoll.core.torch_private.tracing import is_traced, unobserved
 from diffcoll.core.torch_private.transforms import is_transformed
-from diffcoll.engines.engine import Blocks
-from diffcoll.engines.simulated.engine import LocalEngine, deliver, expect_like
-from diffcoll.engines.simulated.world import Entry, Meeting, expect_thread_of
+from diffcoll.core.torch_private.without_memory import has_memory, is_recorded
+from diffcoll.engines.rank_state import THREAD
+from diffcoll.engines.simulated.blocks import Block, Misfit, Part, Row, deliver, fits, kind
+from diffcoll.engines.simulated.engine import LocalEngine
+from diffcoll.engines.simulated.meetings import Entry, Meeting
+from diffcoll.engines.simulated.world import expect_thread_of
 
 Tensors = list[Tensor]
+#: What is sent to each rank, or expected from it: the same for all, for some of them, or one for each.
+Blocks: TypeAlias = Part | Mapping[int, Part] | Sequence[Part]
 #: The source of a message that is received from any rank.
 _ANY = -1
 
@@ -92,7 +97,9 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._engine.names[0]
 
     def rank(self) -> int:
-        return self.engine.rank
+        if THREAD.started_by is not self._engine.me:  # whose threads may ask
+            expect_thread_of(self._engine.me)
+        return self._engine.rank
 
     def getGroupName(self) -> str:
         return self._engine.names[0]
@@ -109,71 +116,66 @@ class SimulatedGroup(dist.ProcessGroup):
     # ── collectives ──────────────────────────────────────────────────────────────────────────────────────
 
     def _exchange(
-        self, name: str, how: object, sends: Sequence[Blocks], recvs: Sequence[Blocks], op: str = ""
+        self, name: str, how: object, sends: Sequence[Blocks], recvs: Sequence[Blocks], opts: Any = None, op: str = ""
     ) -> SimulatedWork:
         """Exchange blocks, several times if calls were coalesced. They fit together if `how` is equal on all ranks.
 
         With `op` what a rank receives is all to be written to one output, reduced.
         """
-        if self._engine.in_one_graph and any(x is not None and x.requires_grad for blocks in sends for x in blocks):
+        if self._engine.in_one_graph and any(x.requires_grad for blocks in sends for x in _tensors(blocks)):
             raise RuntimeError(f"torch.distributed.{name}: has no gradient in the graph of all ranks; use diffcoll's")
-        into = [[y if y is None else plain(y) for y in blocks] for blocks in recvs]
-        payload = list(zip(map(_copies, sends), into, strict=True))
-        wait = self.engine.meet(f"torch.distributed.{name}", (op, how, len(payload)), payload, partial(deliver, op))
-        return SimulatedWork(wait, list({id(y): y for blocks in recvs for y in blocks if y is not None}.values()))
-
-    def _everybody(self, x: Tensor | None) -> Blocks:
-        return [x] * self._engine.size
-
-    def _only(self, rank: int, x: Tensor) -> Blocks:
-        return [x if s == rank else None for s in range(self._engine.size)]
+        call = _Call(f"torch.distributed.{name}", getattr(opts, "asyncOp", True))
+        n = self._engine.size
+        payload = [(_row(n, s, call.sent), _row(n, r, call.expected)) for s, r in zip(sends, recvs, strict=True)]
+        call.start()
+        wait = self.engine.meet(call.name, (op, how, len(payload)), payload, partial(deliver, op), of_torch=True)
+        outputs = {id(y): y for blocks in recvs for y in _tensors(blocks)}
+        return SimulatedWork(partial(call.finish, wait), list(outputs.values()))
 
     def broadcast(self, tensors: Tensors, opts: Any) -> SimulatedWork:
-        root, nothing = opts.rootRank, self._everybody(None)
-        sends = [self._everybody(x) if self._engine.rank == root else nothing for x in tensors]
-        return self._exchange("broadcast", f"from rank {root}", sends, [self._only(root, x) for x in tensors])
+        root = opts.rootRank
+        sends = [x if self._engine.rank == root else None for x in tensors]
+        return self._exchange("broadcast", f"from rank {root}", sends, [{root: x} for x in tensors], opts)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
-        blocks = [self._everybody(x) for x in tensors]
-        return self._exchange("all_reduce", "", blocks, blocks, _op(opts))
+        return self._exchange("all_reduce", "", tensors, tensors, opts, _op(opts))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
         root = opts.rootRank
-        recvs = [self._everybody(x if self._engine.rank == root else None) for x in tensors]
-        sends = [self._only(root, x) for x in tensors]
-        return self._exchange("reduce", f"to rank {root}", sends, recvs, _op(opts))
+        recvs = [x if self._engine.rank == root else None for x in tensors]
+        return self._exchange("reduce", f"to rank {root}", [{root: x} for x in tensors], recvs, opts, _op(opts))
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> SimulatedWork:
-        return self._exchange("all_gather", "", [self._everybody(x) for x in inputs], outputs)
+    def allgather(self, outputs: Sequence[Blocks], inputs: Tensors, opts: Any = None) -> SimulatedWork:
+        return self._exchange("all_gather", "", inputs, outputs, opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> SimulatedWork:
         """The output at [s][i] is the input i of rank s."""
-        return self.allgather([list(ys) for ys in zip(*outputs, strict=True)], inputs)
+        return self.allgather([list(ys) for ys in zip(*outputs, strict=True)], inputs, opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimulatedWork:
-        return self.allgather([self._cut(y, x) for y, x in zip(outputs, inputs, strict=True)], inputs)
+        return self.allgather([self._cut(y, x) for y, x in zip(outputs, inputs, strict=True)], inputs, opts)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
-        return self.allgather_into_tensor_coalesced([output], [input])
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> SimulatedWork:
+    def gather(self, outputs: Sequence[Blocks], inputs: Tensors, opts: Any) -> SimulatedWork:
         root, (x,) = opts.rootRank, inputs
-        recvs = outputs[0] if self._engine.rank == root else self._everybody(None)
-        return self._exchange("gather", f"to rank {root}", [self._only(root, x)], [recvs])
+        recvs = outputs[0] if self._engine.rank == root else None
+        return self._exchange("gather", f"to rank {root}", [{root: x}], [recvs], opts)
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:
         mine = self._engine.rank == opts.rootRank
         return self.gather([self._cut(output, input)] if mine else [], [input], opts)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> SimulatedWork:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Blocks], opts: Any) -> SimulatedWork:
         root, (y,) = opts.rootRank, outputs
-        sends = inputs[0] if self._engine.rank == root else self._everybody(None)
-        return self._exchange("scatter", f"from rank {root}", [sends], [self._only(root, y)])
+        sends = inputs[0] if self._engine.rank == root else None
+        return self._exchange("scatter", f"from rank {root}", [sends], [{root: y}], opts)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> SimulatedWork:
-        return self._exchange("reduce_scatter", "", inputs, [self._everybody(y) for y in outputs], _op(opts))
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Blocks], opts: Any = None) -> SimulatedWork:
+        return self._exchange("reduce_scatter", "", inputs, outputs, opts, _op(opts))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimulatedWork:
         return self.reduce_scatter(outputs, [self._cut(x, y) for x, y in zip(inputs, outputs, strict=True)], opts)
@@ -181,13 +183,13 @@ class SimulatedGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimulatedWork:
-        return self._exchange("all_to_all", "", [inputs], [outputs])
+    def alltoall(self, outputs: Blocks, inputs: Blocks, opts: Any = None) -> SimulatedWork:
+        return self._exchange("all_to_all", "", [inputs], [outputs], opts)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> SimulatedWork:
-        return self.alltoall(self._cut_rows(output, output_sizes), self._cut_rows(input, input_sizes))
+        return self.alltoall(self._cut_rows(output, output_sizes), self._cut_rows(input, input_sizes), opts)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         return self._exchange("barrier", "", [], [])
@@ -203,38 +205,51 @@ class SimulatedGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
     gather_into_tensor = gather_single
 
-    def _cut(self, x: Tensor, block: Tensor) -> Tensors:
+    def _cut(self, x: Tensor, block: Tensor) -> Blocks:
         """Cut the tensor of all blocks, one behind the other, into blocks: along dimension 0, or of its memory."""
-        x, n = plain(x), self._engine.size
-        if block.dim() and x.shape == (n * block.shape[0], *block.shape[1:]):
-            return list(x.split_with_sizes([block.shape[0]] * n))
-        return list(x.view(n, x.numel() // n))
+        whole, n = plain(x), self._engine.size
+        if isinstance(whole, Block):
+            return whole.cut(n)
+        if block.dim() and whole.shape == (n * block.shape[0], *block.shape[1:]):
+            return list(whole.split_with_sizes([block.shape[0]] * n))
+        return list(whole.view(n, whole.numel() // n))
 
-    def _cut_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensors:
+    def _cut_rows(self, x: Tensor, sizes: Sequence[int]) -> Blocks:
         """Cut dimension 0 into blocks of the given sizes; none given: equal ones."""
-        x, n = plain(x), self._engine.size
-        return list(x.split_with_sizes(list(sizes) or [x.shape[0] // n] * n))
+        whole, n = plain(x), self._engine.size
+        if isinstance(whole, Block):
+            return [whole.rows(size) for size in sizes] if sizes else whole.cut(n)
+        return list(whole.split_with_sizes(list(sizes) or [whole.shape[0] // n] * n))
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> SimulatedWork:
         """Send to one rank. Ends when the message is received, as with gloo and NCCL: they do not buffer it."""
-        return self._post(f"send to rank {dst}", tensors, True, self.engine.rank, dst, tag)
+        return self._post("send to rank", dst, tensors, True, self.engine.rank, dst, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> SimulatedWork:
-        return self._post(f"recv from rank {src}", tensors, False, src, self.engine.rank, tag)
+        return self._post("recv from rank", src, tensors, False, src, self.engine.rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> SimulatedWork:
-        return self._post("recv from any rank", tensors, False, _ANY, self.engine.rank, tag)
+        return self._post("recv from any rank", _ANY, tensors, False, _ANY, self.engine.rank, tag)
 
     recvAnysource = recv_anysource
 
-    def _post(self, what: str, tensors: Tensors, sends: bool, source: int, destination: int, tag: int) -> SimulatedWork:
+    def _post(
+        self, what: str, peer: int, tensors: Tensors, sends: bool, source: int, destination: int, tag: int
+    ) -> SimulatedWork:
         """Deliver a message whose counterpart waits for it, or let it wait."""
-        (x,) = map(plain, tensors)
+        (x,) = tensors
         engine, world = self.engine, self._engine.world
-        entry = Entry(f"torch.distributed.{what}{f', tag {tag}' if tag else ''}", None, x, None)
-        mailbox = engine.ranks, engine.names, destination, tag
+        tagged, step = f", tag {tag}" if tag else "", (peer - engine.rank + engine.size // 2) % engine.size
+        step -= engine.size // 2  # to the peer, around the ring of ranks
+        exact, relative = ("", "") if peer == _ANY else (f" {peer}", f" r {'+' if step >= 0 else '−'} {abs(step)}")
+        call = _Call(f"torch.distributed.{what}{exact}{tagged}", True)
+        part = (call.sent if sends else call.expected)(x)
+        call.start()
+        words = f"torch.distributed.{what}{relative}{tagged}"
+        entry = Entry(call.name, None, part, None, relative=words, group=engine.mesh_dim, of_torch=True)
+        mailbox = engine.number, destination, tag
         counterparts = world.mailboxes[mailbox, not sends]
         for other, meeting in counterparts:
             if source == other or _ANY in (source, other):
@@ -242,42 +257,125 @@ class SimulatedGroup(dist.ProcessGroup):
                 meeting.entries[engine.me.number] = entry
                 sender = max(source, other)
                 pair = [engine.ranks[r] for r in (sender, destination)]
-                world.complete(meeting, pair, partial(_receive, sender, destination))
+                world.complete(meeting, pair, partial(_receive, sender))
                 break
         else:
-            meeting = Meeting({engine.me.number: entry})
+            ranks = engine.ranks if peer == _ANY else (engine.me.number, engine.ranks[peer])
+            meeting = Meeting(ranks, {engine.me.number: entry})
             world.mailboxes[mailbox, sends].append((source, meeting))
-        return SimulatedWork(partial(world.wait, engine.me, meeting), [x])
+        return SimulatedWork(partial(call.finish, partial(world.wait, engine.me, meeting)), [x])
 
 
-def _receive(source: int, destination: int, xs: Tensors) -> list[int]:
+def _receive(source: int, xs: Sequence[Part]) -> list[int]:
     """Write a message to where its receiver expects it; the result of both is the source."""
     sent, into = xs
-    expect_like(destination, into, source, sent.reshape(-1))
-    with torch.inference_mode():
-        into.copy_(sent.reshape(into.shape))
+    if not fits(kind(into), kind(sent)):
+        raise Misfit(1, 0, kind(into), kind(sent))
+    if isinstance(into, Tensor) and isinstance(sent, Tensor):
+        with unobserved(), torch.inference_mode():
+            into.copy_(sent.view(into.shape))
     return [source, source]
 
 
 # ── tensors of torch.distributed's calls ─────────────────────────────────────────────────────────────────
 
 
-def plain(x: Tensor) -> Tensor:
-    """Return a tensor with memory; raise if it is one of a transform or a tracer."""
+class _Call:
+    """The tensors of one call: copies of what is sent, and where what is received stays until the program waits.
+
+    Args:
+        name: of the call.
+        later: whether the program does something else before it waits. Until then outputs are NaN, or the largest
+            integer, and inputs may not be modified: a program that does either is right by luck on real processes.
+    """
+
+    def __init__(self, name: str, later: bool) -> None:
+        self.name, self._later = name, later
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        self._outputs: list[tuple[Tensor, Tensor]] = []
+
+    def sent(self, x: Part) -> Part:
+        """Return a copy of x in 1-d."""
+        x = plain(x)
+        if not isinstance(x, Tensor):
+            return x if x is None else x.rows()
+        copy = x.clone(memory_format=torch.contiguous_format).view(-1)
+        self._inputs += [(x, copy)] if self._later else []
+        return copy
+
+    def expected(self, y: Part) -> Part:
+        """Return where to write what is received."""
+        y = plain(y)
+        if not isinstance(y, Tensor) or not self._later:
+            return y
+        self._outputs.append((y, torch.empty_like(y, memory_format=torch.contiguous_format)))
+        return self._outputs[-1][1]
+
+    def start(self) -> None:
+        """Overwrite the outputs."""
+        if not self._outputs:
+            return
+        written = {y.untyped_storage().data_ptr() for y, _ in self._outputs}
+        self._inputs = [pair for pair in self._inputs if pair[0].untyped_storage().data_ptr() not in written]
+        with unobserved(), torch.inference_mode():
+            for y, _ in self._outputs:
+                fractional = y.is_floating_point() or y.is_complex()
+                y.fill_(torch.nan if fractional else True if y.dtype == torch.bool else torch.iinfo(y.dtype).max)
+
+    def finish(self, wait: Callable[[], Any]) -> Any:
+        """Wait, and write what was received to the outputs, once."""
+        result = wait()
+        if not self._inputs and not self._outputs:
+            return result
+        with unobserved(), torch.inference_mode():
+            for x, copy in self._inputs:
+                if x.untyped_storage().nbytes() and not torch.equal(_bytes(x), _bytes(copy)):
+                    raise RuntimeError(
+                        f"{self.name}: the tensor that is sent was modified before the program waited for the call, "
+                        "expected no modification: what is sent is not defined; modify it after wait()"
+                    )
+            for y, received in self._outputs:
+                y.copy_(received)
+        self._inputs, self._outputs = [], []
+        return result
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def plain(x: Any) -> Any:
+    """Return a tensor, or what is compared of one without memory; raise if it is of a transform or a tracer."""
+    if not isinstance(x, Tensor):
+        return x
     if hasattr(x, "trigger_wait"):  # the result of a functional collective
         x = x.trigger_wait()
-    if is_transformed(x) or is_traced(x):
+    traced = is_traced(x) if has_memory(x) else is_recorded()
+    if is_transformed(x) or traced:
         raise RuntimeError(
             "torch.distributed: got a tensor of a torch.func transform or a tracer, expected one with memory; call it "
             "outside of these, or use diffcoll's collectives in torch.func"
         )
-    return x.detach()
+    return x.detach() if has_memory(x) else kind(x)
 
 
-def _copies(blocks: Blocks) -> Blocks:
-    """Return copies of blocks in 1-d, one for those that are the same tensor."""
-    copies = {id(x): plain(x).clone(memory_format=torch.contiguous_format).view(-1) for x in blocks if x is not None}
-    return [None if x is None else copies[id(x)] for x in blocks]
+def _tensors(blocks: Blocks) -> list[Any]:
+    """Return the tensors among blocks."""
+    if isinstance(blocks, (Tensor, Block)) or blocks is None:
+        blocks = [blocks]
+    return [x for x in (blocks.values() if isinstance(blocks, Mapping) else blocks) if isinstance(x, Tensor)]
+
+
+def _row(n: int, blocks: Blocks, of: Callable[[Part], Part]) -> Row:
+    """Return the row of `of` each block, for n ranks; it is called once for each tensor."""
+    if isinstance(blocks, (Tensor, Block)) or blocks is None:
+        return Row(of(blocks))
+    if isinstance(blocks, Mapping):
+        return Row(None, {r: of(x) for r, x in blocks.items()})
+    if len(blocks) != n:
+        raise ValueError(f"torch.distributed: got {len(blocks)} tensors, expected {n}, one for each rank")
+    by_id = {id(x): of(x) for x in {id(x): x for x in blocks}.values()}
+    return Row.of([by_id[id(x)] for x in blocks])
 
 
 def _op(opts: Any) -> str:

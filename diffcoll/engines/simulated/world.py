@@ -14,22 +14,22 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, Origin, message, not_run, within_backward
+from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, message
 from diffcoll.engines.devices import synchronize_streams
 from diffcoll.engines.rank_state import THREAD, NotARankError, launched_as, outsiders, seed_rank
-from diffcoll.engines.simulated.state import State, shared_forward_mode
+from diffcoll.engines.simulated.blocks import Misfit
+from diffcoll.engines.simulated.meetings import Combine, Entry, Meeting
+from diffcoll.engines.simulated.report import Report
+from diffcoll.engines.simulated.state import State, settings_restored, shared_forward_mode
+from diffcoll.engines.simulated.store import SimulatedStore
+from diffcoll.engines.simulated.submodules import Submodules
 
-#: What each rank of a meeting brings → each rank's result.
-Combine = Callable[[list[Any]], Sequence[Any]]
 #: (name of the collective, each rank's tensor and arguments) → each rank's result.
 Truth = Callable[[str, list[tuple[Any, dict[str, Any]]]], list[Any]]
 
@@ -37,33 +37,6 @@ Truth = Callable[[str, list[tuple[Any, dict[str, Any]]]], list[Any]]
 _one_world = threading.Lock()
 #: Numbers of worlds, far enough apart for the names of groups to be counted from them.
 _serials = count(step=10**6)
-
-
-@dataclass(eq=False, repr=False)
-class Entry:
-    """What one rank brings to a meeting."""
-
-    what: str  # the collective
-    how: object  # what else must be equal on all ranks: the primitive of the engine, or an operation and a root
-    payload: Any
-    origin: Origin | None  # the forward call, if this is its backward
-
-    def __post_init__(self) -> None:
-        self.forward = self.origin or Origin(self.what)
-        self.within = "" if self.origin else within_backward()  # words, if a backward makes this forward call
-
-    def __str__(self) -> str:
-        call = f"{self.origin.backward} of {self.origin.name} called" if self.origin else self.what
-        return f"waits in {call} at {self.forward.line}{self.within}"
-
-
-@dataclass(eq=False, repr=False)
-class Meeting:
-    """A communication of the ranks of a group, each of which adds an entry."""
-
-    entries: dict[int, Entry] = field(default_factory=dict)
-    results: dict[int, Any] | None = None
-    off: str = ""  # why it was called off, which every rank raises that waits for it
 
 
 class _Stopped(BaseException):
@@ -82,6 +55,9 @@ class Rank(threading.Thread):
         self.default_group: object = None
         self.c10d_groups: Any = None  # its groups of torch.distributed
         self.check_mode: Any = None  # see `core.check_mode`
+        self.state: State | None = None  # of its last pause
+        self.in_flight: dict[int, tuple[Any, Any]] = {}  # functional collectives, by their results' storage
+        self.submodules = Submodules()
         self.waits_for: Meeting | None = None
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
 
@@ -105,7 +81,7 @@ class Rank(threading.Thread):
             world.failures.append((self.number, error))
         finally:  # graphs refer to engines, and these to the rank, which must not refer to tensors
             self.default_group = self.c10d_groups = None
-            del self.body
+            del self.body, self.submodules, self.in_flight
         if not world.stopped:
             world.next()
 
@@ -125,11 +101,11 @@ class World:
         self._ranks: list[Rank] = []
         self._ready: deque[Rank] = deque()
         self._over = threading.Semaphore(0)
+        self._groups: dict[object, int] = {}
         self._meetings: dict[object, Meeting] = {}
+        self._off: list[Meeting] = []  # called off
         #: For torch.distributed: the store, and the messages that wait for their counterpart, see `SimulatedGroup`.
-        # Programs of several processes may wait for a key that another rank sets later; here that rank would not run.
-        self.store = HashStore()
-        self.store.set_timeout(timedelta(seconds=1))
+        self.store = SimulatedStore(self)
         self.mailboxes: defaultdict[object, list[tuple[int, Meeting]]] = defaultdict(list)
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -141,10 +117,11 @@ class World:
             results[number] = bodies[number]()
 
         ranks = self._ranks = [Rank(self, number, partial(keep, number)) for number in range(self.size)]
+        self.report = Report(ranks)
         self._ready.extend(ranks)
         outsiders.update(threading.enumerate())
         try:
-            with shared_forward_mode():
+            with settings_restored(), shared_forward_mode():
                 for rank in ranks:
                     rank.start()
                 self.next()
@@ -159,32 +136,50 @@ class World:
             self.before.restore()
             torch.set_num_threads(threads)  # is a default of the process, too
             outsiders.clear()
-            self._meetings.clear()  # graphs refer to the world, too
         for rank in ranks:
             rank.join()
+        text = self._unnoticed()
+        self._meetings.clear()  # graphs refer to the world, too
+        self.mailboxes.clear()
         if self.failures:
             number, error = self.failures[0]
             error.add_note(f"raised on simulated rank {number} of {self.size}")
             raise error
+        if text:
+            raise CollectiveMismatchError(text)
         return results
+
+    def _unnoticed(self) -> str:
+        """Return what does not fit together of communications that no rank has waited for; "": nothing."""
+        open_meetings = [m for m in self._meetings.values() if not m.off]
+        open_meetings += [meeting for waiting in self.mailboxes.values() for _, meeting in waiting]
+        if open_meetings:
+            return self.report.incomplete(open_meetings)
+        return next((meeting.off for meeting in self._off if not meeting.raised), "")
 
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
 
+    def group(self, ranks: tuple[int, ...], *names: str) -> int:
+        """Return a number for a group of ranks; the names tell groups of the same ranks apart."""
+        return self._groups.setdefault((ranks, names), len(self._groups))
+
     def meet(self, me: Rank, ranks: tuple[int, ...], name: object, entry: Entry, combine: Combine) -> Callable[[], Any]:
-        """Add this rank's entry to the meeting of these ranks; returns a function that waits for its result."""
+        """Add this rank's entry to the meeting of this name; returns a function that waits for its result."""
         expect_thread_of(me)
-        meeting = self._meetings.setdefault((ranks, name), Meeting())
+        meeting = self._meetings.get(name) or self._meetings.setdefault(name, Meeting(ranks))
         first_rank, first = next(iter(meeting.entries.items()), (me.number, entry))
+        entry.submodule = me.submodules.innermost
         meeting.entries[me.number] = entry
         complete = len(meeting.entries) == len(ranks)
         if complete:
-            del self._meetings[ranks, name]
+            del self._meetings[name]
         if meeting.off:
             pass
         elif entry.what != first.what:
             self.call_off([meeting], "the ranks are in different collectives")
         elif entry.how != first.how:
-            differ = f"rank {first_rank} has {first.how}, rank {me.number} {entry.how}"
+            one, other = self.report.names([first_rank]), self.report.names([me.number])
+            differ = f"{one} has {first.how}, {other} {entry.how}"
             why = f"{entry.what} was called with different arguments: {differ}"
             self.call_off([meeting], why + _remedy(entry.what))
         elif complete:
@@ -197,65 +192,76 @@ class World:
             synchronize_streams()  # each rank may be on a stream of its own
             results = combine([meeting.entries[r].payload for r in ranks])
             synchronize_streams()
-        except CollectiveMismatchError as error:
-            self.call_off([meeting], str(error) + _remedy(meeting.entries[ranks[0]].what))
+        except Misfit as error:
+            receiver, sender = (self.report.names([ranks[r]]) for r in (error.receiver, error.sender))
+            why = f"{receiver} expects {error.expects} from {sender}, which sends {error.sends}"
+            self.call_off([meeting], why + _remedy(meeting.entries[ranks[0]].what))
         except Exception as error:
             self.call_off([meeting], f"their arguments do not fit together: {error}")
         else:
             meeting.results = dict(zip(ranks, results, strict=True))
+            if not self.report.first_split and meeting.is_split:
+                self.report.first_split = self.report.words_of_split(meeting)
             meeting.entries.clear()  # they may refer to the ranks' graphs
-            self._wake(meeting)
+            self.wake(meeting)
 
     def wait(self, me: Rank, meeting: Meeting) -> Any:
         """Return this rank's result of a meeting; other ranks run until it is there. Raise if it was called off."""
         while meeting.results is None:
             expect_thread_of(me)
             if meeting.off:
+                meeting.raised = True
                 raise CollectiveMismatchError(meeting.off)
             me.waits_for = meeting
-            state = State()
-            self.next()
-            me.turn.acquire()  # until it is this rank's turn again
-            if self.stopped:
-                raise _Stopped
-            state.restore(me.stream)
+            meeting.waiting.append(me)
+            self._pause(me)
         return meeting.results[me.number]
+
+    def give_way(self, me: Rank) -> None:
+        """Let the ranks run that can, before this one goes on."""
+        expect_thread_of(me)
+        if self._ready:
+            self._ready.append(me)
+            self._pause(me)
+
+    def _pause(self, me: Rank) -> None:
+        """Let other ranks run until it is this rank's turn again."""
+        me.state = State(me.state)
+        self.next()
+        me.turn.acquire()
+        if self.stopped:
+            raise _Stopped
+        me.state.restore(me.stream)
 
     def next(self) -> None:
         """Let the next rank that can run do so; if all ranks wait, they raise, and if all have ended, the run ends."""
         if not self._ready:
-            self.call_off([rank.waits_for for rank in self._ranks if rank.waits_for], "no rank can go on")
+            waited_for = dict.fromkeys(rank.waits_for for rank in self._ranks if rank.waits_for)
+            self.call_off([*waited_for], "deadlock: every rank waits or has ended", deadlock=True)
         if self._ready:
             self._ready.popleft().turn.release()
         else:
             self._over.release()
 
-    def _wake(self, meeting: Meeting) -> None:
-        for rank in self._ranks:
-            if rank.waits_for is meeting:
-                rank.waits_for = None
-                self._ready.append(rank)
+    def wake(self, meeting: Meeting) -> None:
+        """Let the ranks run that wait for this meeting."""
+        for rank in sorted(meeting.waiting, key=lambda rank: rank.number):
+            rank.waits_for = None
+            self._ready.append(rank)
+        meeting.waiting.clear()
 
-    def call_off(self, meetings: Sequence[Meeting], why: str) -> None:
+    def call_off(self, meetings: Sequence[Meeting], why: str, deadlock: bool = False) -> None:
         """Raise the same error on all ranks that wait for these meetings, now or later."""
-        entries = {number: entry for meeting in meetings for number, entry in meeting.entries.items()}
-        doing = [f"  rank {rank.number} {_doing(rank, meetings, entries)}" for rank in self._ranks]
-        text = "\n".join((f"simulated ranks cannot go on: {why}", *doing))
-        if of_backward := [entry.origin for entry in entries.values() if entry.origin or entry.within]:
-            text += f"\na rank that is elsewhere {not_run(next(filter(None, of_backward), None))}"
+        if not meetings:
+            return
+        try:
+            text = self.report.text(why, meetings, deadlock)
+        except Exception as error:  # else the ranks would wait for ever
+            text = f"simulated ranks: {why} (no report: {error!r})"
         for meeting in meetings:
             meeting.off = text
-            self._wake(meeting)
-
-
-def _doing(rank: Rank, meetings: Sequence[Meeting], entries: dict[int, Entry]) -> str:
-    """Return words for where a rank is, which has added these entries to meetings that are called off."""
-    waits_for = rank.waits_for and rank.waits_for.entries[rank.number]
-    if rank.outcome:
-        return rank.outcome
-    if rank.waits_for in meetings or rank.number not in entries:
-        return str(waits_for or "is in no collective")
-    return str(entries[rank.number])
+            self._off.append(meeting)
+            self.wake(meeting)
 
 
 def _remedy(collective: str) -> str:
