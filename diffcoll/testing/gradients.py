@@ -36,9 +36,9 @@ def assert_matches_single_process(
     shard: Callable[[Any, Any], nn.Module] | None = None,
     ranks: Sequence[Any] | Mapping[str, int] = ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2)),
     placements: Mapping[str, Placement] | None = None,
-    rank_reduction: str | Mapping[str, str] = "mean",
+    losses: str | Mapping[str, str] = "mean",
+    already_reduced: Sequence[str] | None = None,
     context: Callable[[], Any] | None = None,
-    reduced: Sequence[str] | None = None,
     order: int = 1,
     on: Sequence[str] = ("simulated", "gloo"),
     dtype: torch.dtype | None = torch.double,
@@ -57,7 +57,7 @@ def assert_matches_single_process(
     ...     total, count = dc.all_reduce((x.sum(0), torch.full((1,), len(x), dtype=x.dtype)))
     ...     return ((x - total / count) ** 2).sum() / count.squeeze()
     >>> x = torch.randn(8, 3)
-    >>> report = assert_matches_single_process(variance, variance, x, rank_reduction="sum", on=["simulated"])
+    >>> report = assert_matches_single_process(variance, variance, x, losses="sum", on=["simulated"])
     >>> report.ok
     True
 
@@ -82,12 +82,12 @@ def assert_matches_single_process(
             by its name or a pattern: `Shard`, `Replicate` or `Partial` of `torch.distributed.tensor`, or a function
             (whole, {axis: coordinate}) -> piece, by axis. An axis that is not named is Replicate. What is not named is
             found: outputs from their shapes. `Partial`: the ranks have parts of a sum that somebody sums later.
-        rank_reduction: how the ranks' losses combine: "mean" or "sum", over the axes along which the batch is divided;
-            or by axis. Along other axes every rank has the same loss, and it counts once.
+        losses: how the ranks' losses combine: "mean" or "sum", over the axes along which the batch is divided; or by
+            axis. Along other axes every rank has the same loss, and it counts once; {}: along all axes.
+        already_reduced: axes over which the program itself reduces the gradients of parameters. Each rank's gradient
+            must be the whole's then; over other axes the check combines them, and says so. DistributedDataParallel,
+            FSDP and a DTensor's `Replicate()` say it by themselves.
         context: returns a context manager in which forward and backward run, such as `loss_parallel`.
-        reduced: axes over which the program itself reduces the gradients of parameters. Each rank's gradient must be
-            the whole's then; over other axes the check combines them, and says so. DistributedDataParallel, FSDP and
-            a DTensor's `Replicate()` say it by themselves.
         order: 2: check second order too.
         on: "simulated", and backends for real processes: "gloo", "nccl". What is wrong on one of them is run on the
             next only to see whether it is wrong there too.
@@ -113,12 +113,14 @@ def assert_matches_single_process(
     runs = parsed_ranks(ranks)
     if runs[0].rows and shard is not None:
         raise TypeError(message(_MATCHES, "shard", "ranks that have rows", 'a mesh, such as ranks={"dp": 2}'))
-    if isinstance(reduced, str):
-        raise TypeError(message(_MATCHES, "reduced", repr(reduced), f'a sequence of axes, such as ["{RANKS}"]'))
+    if isinstance(already_reduced, str):
+        raise TypeError(
+            message(_MATCHES, "already_reduced", repr(already_reduced), f'a sequence of axes, such as ["{RANKS}"]')
+        )
     if shard is not None and module is None:
         raise TypeError(message(_MATCHES, "module", "None", "an nn.Module, which shard= gets"))
     said = parsed_placements(_MATCHES, placements, list(runs[0].sizes))
-    asked = Asked(batch, rank_reduction, tuple(reduced or ()), said, order, dtype, tolerance)
+    asked = Asked(batch, losses, tuple(already_reduced or ()), said, order, dtype, tolerance)
     with torch.inference_mode(False), closing(Machines(timeout)) as machines:
         of_ranks = pack(_MATCHES, "distributed", Subject(distributed, module, shard, context), dtype)
         of_one = pack(_MATCHES, "single", Subject(single, module), dtype)

@@ -221,7 +221,7 @@ HALF = {"batch": X.bfloat16(), "dtype": None}
 WAYS = {
     "tensor parallel": lambda: way(parallelized),
     "sequence parallel": lambda: way(
-        in_sequence, batch=numbers(2, 6, 4), placements={"x": {"tp": Shard(1)}}, rank_reduction={}
+        in_sequence, batch=numbers(2, 6, 4), placements={"x": {"tp": Shard(1)}}, losses={}
     ),
     "loss_parallel": lambda: way(
         vocabulary, module=Head(), batch=(X, torch.arange(8) % 6), fn=called, context=loss_parallel

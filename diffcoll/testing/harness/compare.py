@@ -186,9 +186,9 @@ class Asked:
     """What the user has asked for."""
 
     batch: Any
-    rank_reduction: str | Mapping[str, str]
+    losses: str | Mapping[str, str]
     #: Axes over which the program itself has reduced its gradients.
-    reduced: tuple[str, ...]
+    already_reduced: tuple[str, ...]
     placements: Mapping[str, Placement]
     order: int
     dtype: torch.dtype | None
@@ -334,7 +334,7 @@ def _gradients(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]
                 pieces, said = setting.pieces(i, of_ranks), said_of(setting.asked.placements, span.name)
                 held = [setting.held[r][p.leaf] for r, parts in enumerate(setting.parts[i]) for p in parts]
                 reduced = {axis for h in held for group in h.groups for axis in setting.ranks.axes_of(group) or ()}
-                reduced |= {*(setting.reduction if own else setting.asked.reduced)}
+                reduced |= {*(setting.reduction if own else setting.asked.already_reduced)}
                 done = reduced if span.kind == "parameter" else ()
                 yield setting.quantity(f"{group} of {span.name}", group, of_whole[i], pieces, said, least, done, i)
 

@@ -190,13 +190,13 @@ class Matching(Check):
 
     def _reduction(self, ranks: Ranks, index: Mapping[str, list[Tensor]]) -> dict[str, str]:
         """Return how the losses of the ranks combine, by axis."""
-        said = self.asked.rank_reduction
+        said = self.asked.losses
         found = dict(said) if isinstance(said, Mapping) else dict.fromkeys(ranks.sizes, said)
         for axis, how in found.items():
-            expect.choice(NAME, "rank_reduction", axis, tuple(ranks.sizes))
-            expect.choice(NAME, "rank_reduction", how, ("mean", "sum"))
-        for axis in self.asked.reduced:
-            expect.choice(NAME, "reduced", axis, tuple(ranks.sizes))
+            expect.choice(NAME, "losses", axis, tuple(ranks.sizes))
+            expect.choice(NAME, "losses", how, ("mean", "sum"))
+        for axis in self.asked.already_reduced:
+            expect.choice(NAME, "already_reduced", axis, tuple(ranks.sizes))
         if not isinstance(said, Mapping) and not ranks.rows:
             split = {axis for each in index.values() for axis in split_axes(each, ranks)}
             found = {axis: said for axis in found if axis in split}
