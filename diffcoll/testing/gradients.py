@@ -13,11 +13,13 @@ from torch import nn
 from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.testing._calls import per_rank_arguments
+from diffcoll.testing.harness.batch import rows_of
 from diffcoll.testing.harness.compare import Asked
 from diffcoll.testing.harness.differences import Checking
 from diffcoll.testing.harness.explain import concluded
-from diffcoll.testing.harness.layout import RANKS, Placement, parsed_placements, parsed_ranks
+from diffcoll.testing.harness.layout import Placement, parsed_placements
 from diffcoll.testing.harness.matching import Matching
+from diffcoll.testing.harness.mesh import RANKS, parsed_ranks, ranks_of_rows
 from diffcoll.testing.harness.packing import Subject, pack
 from diffcoll.testing.harness.rank import Machines
 from diffcoll.testing.harness.report import GradientMismatchError, Report
@@ -34,7 +36,7 @@ def assert_matches_single_process(
     *,
     module: nn.Module | None = None,
     shard: Callable[[Any, Any], nn.Module] | None = None,
-    ranks: Sequence[Any] | Mapping[str, int] = ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2)),
+    ranks: Sequence[Any] | Mapping[str, int] | None = None,
     placements: Mapping[str, Placement] | None = None,
     losses: str | Mapping[str, str] = "mean",
     already_reduced: Sequence[str] | None = None,
@@ -77,7 +79,8 @@ def assert_matches_single_process(
             round them to less than float32. Tensors that it makes anew need the names of the whole's, and shapes that
             can mean one piece only, or `placements`; they get the whole's numbers.
         ranks: the rows of each rank, such as (5, 3), or a mesh, such as {"dp": 2, "tp": 2}; or a list of such, each a
-            run. The default has equal, uneven and empty ranks, two to four.
+            run. None: equal, uneven and empty ranks, two to four, that divide the rows of the batch, such as
+            ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2)); eight rows if the batch is a function.
         placements: on a mesh, what each rank has of an input, a parameter made anew, or the "output" (or "output[1]"),
             by its name or a pattern: `Shard`, `Replicate` or `Partial` of `torch.distributed.tensor`, or a function
             (whole, {axis: coordinate}) -> piece, by axis. An axis that is not named is Replicate. What is not named is
@@ -110,7 +113,7 @@ def assert_matches_single_process(
     """
     __tracebackhide__ = _hidden
     _check_choices(_MATCHES, order, on)
-    runs = parsed_ranks(ranks)
+    runs = parsed_ranks(ranks_of_rows(rows_of(batch)) if ranks is None else ranks)
     if runs[0].rows and shard is not None:
         raise TypeError(message(_MATCHES, "shard", "ranks that have rows", 'a mesh, such as ranks={"dp": 2}'))
     if isinstance(already_reduced, str):
@@ -119,9 +122,15 @@ def assert_matches_single_process(
         )
     if shard is not None and module is None:
         raise TypeError(message(_MATCHES, "module", "None", "an nn.Module, which shard= gets"))
-    said = parsed_placements(_MATCHES, placements, list(runs[0].sizes))
+    axes = tuple(dict.fromkeys(axis for run in runs for axis in run.sizes))
+    for axis, how in (losses if isinstance(losses, Mapping) else dict.fromkeys(axes, losses)).items():
+        expect.choice(_MATCHES, "losses", axis, axes)
+        expect.choice(_MATCHES, "losses", how, ("mean", "sum"))
+    for axis in already_reduced or ():
+        expect.choice(_MATCHES, "already_reduced", axis, axes)
+    said = parsed_placements(_MATCHES, placements, axes)
     asked = Asked(batch, losses, tuple(already_reduced or ()), said, order, dtype, tolerance)
-    with torch.inference_mode(False), closing(Machines(timeout)) as machines:
+    with torch.inference_mode(False), closing(Machines(timeout, dtype)) as machines:
         of_ranks = pack(_MATCHES, "distributed", Subject(distributed, module, shard, context), dtype)
         of_one = pack(_MATCHES, "single", Subject(single, module), dtype)
         report = concluded(Matching(machines, of_ranks, of_one, asked), runs, on)
@@ -181,7 +190,7 @@ def check_gradients(
     __tracebackhide__ = _hidden
     _check_choices(_CHECK, order, on)
     given: list[Any] = per_rank_arguments(_CHECK, per_rank)
-    with torch.inference_mode(False), closing(Machines(timeout)) as machines:
+    with torch.inference_mode(False), closing(Machines(timeout, torch.double)) as machines:
         packed = pack(_CHECK, "fn", Subject(fn, module), torch.double)
         checking = Checking(machines, packed, given, placements or {}, order)
         report = concluded(checking, [checking.ranks], on)

@@ -358,7 +358,7 @@ def test_who_has_reduced():
     def program(shard, fn=loss, **more):
         return sharded(shard, {"dp": 2}, layer(3, 2), rows(6), fn, **more)
 
-    words = "once gradients are averaged over dp, which nothing in this program does"
+    words = "if you average gradients over dp (wrap the model in DDP, or pass already_reduced)"
     assert matches(program(lambda whole, mesh: DDP(whole, process_group=mesh["dp"].get_group()))).condition == ""
     report = matches(program(lambda whole, mesh: whole))
     assert report.condition == words and words in str(report).splitlines()[0]
