@@ -216,7 +216,16 @@ class Checking(Check):
             again = [k for k, doubt in enumerate(doubtful) if doubt]
             if not again:
                 break
+        self._refuse_fast([tried[k] for k in again], floor)
         return list(zip(directions, best, strict=True))
+
+    def _refuse_fast(self, doubtful: Sequence[Sequence[Difference]], floor: float) -> None:
+        """Raise if the differences at the two smallest scales disagree. At a kink they agree, or rounding hides it."""
+        for *_, a, b in doubtful:
+            rounding = 10 * (a.rounding + b.rounding) + floor
+            if abs(a.total - b.total) > _PRECISE * max(abs(a.total), abs(b.total)) + rounding:
+                got, remedy = "a loss that varies too fast: its differences at two scales disagree", "scale its inputs"
+                raise ValueError(message(_NAME, "fn", got, "a loss that is smooth at 1e-6 of its inputs", remedy))
 
     def _directions(self) -> Iterator[Direction]:
         """Yield directions for all ranks' tensors: each number if they are few in all, else random directions."""

@@ -412,8 +412,7 @@ class _BesideOne(_Wrong):
         for q, v, difference in zip(wrong, along, found, strict=True):
             of_ranks, of_one = difference.total / mean, float(real_inner(v, q.wanted))
             copies = torch.bincount(torch.cat([c.index.flatten() for c in q.compared]), minlength=v.numel())
-            each = (real_inner((v.flatten() / copies)[c.index], c.got.to(v.dtype)) for c in q.compared)
-            total = sum(map(float, each))
+            total = sum(float(real_inner((v.flatten() / copies)[c.index], c.got.to(v.dtype))) for c in q.compared)
             scale = max(abs(of_ranks), abs(total), 1e-6 * largest(q.wanted))
             words = "backward does not give the derivative of what the ranks return"
             if abs(total - of_ranks) < 1e-6 * scale:

@@ -3,8 +3,9 @@
 An error up to the tolerance t of the dtype is right. Otherwise one process runs again with other last digits of its
 inputs, parameters and buffers, and the root mean square of the changes is the noise. Of what one rank has,
 
+    the slope s = ⟨got, wanted⟩ / ⟨wanted, wanted⟩ has a noise n above 1/10           not decided, or wrong if it
+                                                                                       is 10 times the noise off
     a number, row or column is too far from what is wanted, in terms of its noise      wrong
-    the slope s = ⟨got, wanted⟩ / ⟨wanted, wanted⟩ has a noise n above 1/10           not decided
     |s − 1| > max(t, 5 n)                                                              wrong
 """
 
@@ -91,15 +92,15 @@ def judged(
         blocks = [block.repeat_interleave(2) for block in blocks]
     got, wanted, changes = map(_real, (got, wanted, changes))
     squares, of_samples = (got - wanted).square(), changes.square().sum(0)
+    norm = float(wanted @ wanted)
+    of_slope = float((changes @ wanted / norm).square().mean().sqrt()) if norm else math.inf
+    if not of_slope <= _UNDECIDED:  # the errors of its numbers depend on each other: only a gross one is wrong
+        return Verdict(float(squares.mean()) <= _NUMBER**2 * max(float(of_samples.mean()) / SAMPLES, shared**2), False)
     for block, most in zip(blocks, (_NUMBER, _BLOCK, _BLOCK), strict=False):
         error, samples, count = (torch.bincount(block, x) for x in (squares, of_samples, torch.ones_like(squares)))
         noise = (samples + _SHARED * shared**2) / (SAMPLES * count + _SHARED)
         if bool((error > most**2 * noise * count).any()):
             return Verdict(ok=False)
-    norm = float(wanted @ wanted)
-    of_slope = float((changes @ wanted / norm).square().mean().sqrt()) if norm else math.inf
-    if not of_slope <= _UNDECIDED:
-        return Verdict(ok=True, decided=False)
     slope, seen = float(got @ wanted) / norm, max(tolerance, _SLOPE * of_slope)
     return Verdict(abs(slope - 1) <= seen, seen=seen)
 
