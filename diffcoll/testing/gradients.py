@@ -75,16 +75,17 @@ def assert_matches_single_process(
             gradients, or, if any of them requires one, only those.
         module: what both functions get as their first argument. Each rank gets a copy of the functions and the module.
         shard: called on each rank as shard(copy of module, DeviceMesh), returns the rank's module. Which numbers of
-            the whole the rank then has is found by itself, if `shard` moves numbers, and does not compute with them or
-            round them to less than float32. Tensors that it makes anew need the names of the whole's, and shapes that
-            can mean one piece only, or `placements`; they get the whole's numbers.
+            the whole the rank then has is found by itself, if `shard` moves numbers, and does not compute with them.
+            Tensors that it makes anew need the names of the whole's, and shapes that can mean one piece only, or
+            `placements`; ranks that have the same piece must start with the same numbers, and they get the whole's.
         ranks: the rows of each rank, such as (5, 3), or a mesh, such as {"dp": 2, "tp": 2}; or a list of such, each a
             run. None: equal, uneven and empty ranks, two to four, that divide the rows of the batch, such as
             ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2)); eight rows if the batch is a function.
         placements: on a mesh, what each rank has of an input, a parameter made anew, or the "output" (or "output[1]"),
             by its name or a pattern: `Shard`, `Replicate` or `Partial` of `torch.distributed.tensor`, or a function
             (whole, {axis: coordinate}) -> piece, by axis. An axis that is not named is Replicate. What is not named is
-            found: outputs from their shapes. `Partial`: the ranks have parts of a sum that somebody sums later.
+            found: outputs from their shapes. `Partial`: the ranks have parts of a sum that somebody sums later. A tuple
+            of both, such as (tile, Partial()): an input whose pieces overlap.
         losses: how the ranks' losses combine: "mean" or "sum", over the axes along which the batch is divided; or by
             axis. Along other axes every rank has the same loss, and it counts once; {}: along all axes.
         already_reduced: axes over which the program itself reduces the gradients of parameters. Each rank's gradient
@@ -97,18 +98,20 @@ def assert_matches_single_process(
         dtype: of the floating-point numbers of the batch and the module; None: as they are.
         tolerance: the largest relative error that is right; by default 4e-10 for float64 and 2e-4 for float32. An
             error is relative to the largest element of a value, and of a gradient's row: rows below 1/100 of the
-            largest one, and gradients below 1/1000 of the largest one, count as that. Where the last digits of its
-            inputs change a gradient of one process by more, more is allowed.
+            largest one, and gradients below 1/1000 of the largest one, count as that. A larger error is compared with
+            what four runs of one process change with other last digits: it is right, wrong, or not decided.
         timeout: seconds that each run on processes may take.
 
     Returns:
         The report; `print(report)` shows it. `report.condition` says what the check has combined and the program has
-        not. A value that is off by the size of an axis while all gradients are right is noted there, and right.
+        not, `report.not_compared` what it says nothing of. A loss that is off by exactly the size of an axis while all
+        gradients are right is noted, and right; so is a metric that is the mean or the sum of the ranks'.
 
     Raises:
         GradientMismatchError: something differs. An AssertionError, with the report as `report` and as its text.
-        TypeError, ValueError: an argument is wrong, a reducer's group is along no axes, or two ranks have the same
-            rows, which hides wrong gradients.
+        TypeError, ValueError: an argument is wrong, a reducer's group is along no axes, nothing is divided along an
+            axis, `shard` computes with numbers, rounding hides every gradient, or two ranks have the same rows, which
+            hides wrong gradients.
         Exception: what `distributed` raised in the first run, or `single`.
     """
     __tracebackhide__ = _hidden
@@ -184,7 +187,8 @@ def check_gradients(
 
     Raises:
         GradientMismatchError: something differs, or the loss is not differentiable at these inputs.
-        TypeError, ValueError: an argument is wrong, or two ranks have the same tensors, which hides wrong gradients.
+        TypeError, ValueError: an argument is wrong, the loss varies too fast for finite differences, or two ranks have
+            the same tensors, which hides wrong gradients.
         Exception: what fn raised.
     """
     __tracebackhide__ = _hidden
