@@ -61,6 +61,24 @@ def test_a_number_a_row_and_a_column_that_a_slope_does_not_show():
     differs(program(times(1.2, 2), speed=3.0))
     differs(program(times(1.2, (slice(None), 7)), speed=3.0, rank=1))
     differs(program(times(1.02), speed=3.0))
+    limit = seen(matches(program(times(1 + 1e-6), speed=3.0)))
+    # too little for each number, and nothing for the slope
+    differs(program(times(1 + 13 * limit * torch.tensor([1.0, -1.0] * 8), 2), speed=3.0))
+
+
+def test_a_number_that_is_rounded_more_than_the_others():
+    speeds = torch.full((8, 16), 1e-3, dtype=torch.double)
+    speeds[1, 3] = 3.0
+
+    def single(x, speeds):
+        return ((speeds * coarse(x)).sin() / speeds).sum()
+
+    def other_digits(x, speeds, change=1e-2):
+        return single(x + change * several() * x.detach(), speeds)
+
+    right = summed(other_digits, single, (numbers(8, 16, seed=3).requires_grad_(), speeds), ranks=EVEN)
+    matches(right)
+    differs((lambda x, speeds: other_digits(x, speeds, 0.5), *right[1:]))
 
 
 def test_a_less_precise_dtype_of_one_process():
