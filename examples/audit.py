@@ -80,7 +80,7 @@ class Row:
         """Compare them on these ranks; an error is that of the first run, as of a release with other functions."""
         wrong = []
         for reduction in self.reductions:
-            more = {**self.more, "ranks": ranks, "rank_reduction": reduction, "dtype": None}
+            more = {**self.more, "ranks": ranks, "losses": reduction, "dtype": None}
             try:
                 return assert_matches_single_process(self.distributed, self.single, self.batch, **more)
             except GradientMismatchError as error:

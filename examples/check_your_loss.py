@@ -48,7 +48,7 @@ def batch(rows):
 def check(gather):
     torch.manual_seed(0)
     scale = nn.ParameterDict({"logit_scale": torch.tensor(2.0, dtype=torch.double)})
-    options = {"module": scale, "ranks": (4, 4), "rank_reduction": "mean", "on": ["simulated"]}
+    options = {"module": scale, "ranks": (4, 4), "losses": "mean", "on": ["simulated"]}
     return assert_matches_single_process(clip_loss(gather), clip_loss(lambda x: x), batch, **options)
 
 

@@ -70,6 +70,14 @@ def _look(engine: Engine | None, seconds: float) -> None:
         _watched[engine] = turn, float("inf")
 
 
+def waiting() -> list[str]:
+    """Return what this process waits for now in each group that has several ranks, and the user's line, in words."""
+    turns = [engine.now for reference in _watched.keyrefs() if (engine := reference()) is not None]
+    frames, at_work = sys._current_frames(), [turn for turn in turns if turn is not IDLE]
+    each = [described(turn.name, turn.origin, turn.compared, frames.get(turn.thread)) for turn in at_work]
+    return [f"{what}, called at {line}" for what, line, _ in each]
+
+
 def _words(engine: Engine, turn: Turn, waited: float) -> str:
     frame = sys._current_frames().get(turn.thread)
     what, line, why = described(turn.name, turn.origin, turn.compared, frame)

@@ -10,6 +10,8 @@ from typing import Literal
 
 from diffcoll.core.errors import is_users_file
 
+#: What begins a line that names a collective in which a rank waits, and where it was called.
+WAITS = "waits in "
 #: A frame, as faulthandler writes it.
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 
@@ -43,12 +45,14 @@ class RankFailure:
     @classmethod
     def hanging(cls, stack: str) -> RankFailure:
         """Return the failure of a rank that hangs with this stack of its main thread, as faulthandler writes it."""
-        frames = [frame for frame in _FRAME.finditer(stack) if is_users_file(frame["file"])]
+        frames = [f for f in _FRAME.finditer(stack) if is_users_file(f["file"]) and not f["file"].startswith("<")]
+        waits = re.search(rf"^{WAITS}.*, called at (?P<line>.*)$", stack, re.MULTILINE)
+        what = f"hung: {waits[0]}" if waits else "hung"
         if not frames:
-            return cls("hung", f"hung, in no line of the user's\n{stack}")
+            return cls("hung", f"{what}, in no line of the user's\n{stack}", line=waits["line"] if waits else "")
         file, line, function = frames[0].group("file", "line", "function")
         code = linecache.getline(file, int(line)).strip()
-        return cls("hung", f"hung in {file}:{line}, in {function}: {code}\n{stack}", line=f"{file}:{line}")
+        return cls("hung", f"{what} in {file}:{line}, in {function}: {code}\n{stack}", line=f"{file}:{line}")
 
     @property
     def summary(self) -> str:

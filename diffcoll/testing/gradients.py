@@ -13,11 +13,13 @@ from torch import nn
 from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.testing._calls import per_rank_arguments
+from diffcoll.testing.harness.batch import rows_of
 from diffcoll.testing.harness.compare import Asked
 from diffcoll.testing.harness.differences import Checking
 from diffcoll.testing.harness.explain import concluded
-from diffcoll.testing.harness.layout import RANKS, Placement, parsed_placements, parsed_ranks
+from diffcoll.testing.harness.layout import Placement, parsed_placements
 from diffcoll.testing.harness.matching import Matching
+from diffcoll.testing.harness.mesh import RANKS, parsed_ranks, ranks_of_rows
 from diffcoll.testing.harness.packing import Subject, pack
 from diffcoll.testing.harness.rank import Machines
 from diffcoll.testing.harness.report import GradientMismatchError, Report
@@ -34,11 +36,11 @@ def assert_matches_single_process(
     *,
     module: nn.Module | None = None,
     shard: Callable[[Any, Any], nn.Module] | None = None,
-    ranks: Sequence[Any] | Mapping[str, int] = ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2)),
+    ranks: Sequence[Any] | Mapping[str, int] | None = None,
     placements: Mapping[str, Placement] | None = None,
-    rank_reduction: str | Mapping[str, str] = "mean",
+    losses: str | Mapping[str, str] = "mean",
+    already_reduced: Sequence[str] | None = None,
     context: Callable[[], Any] | None = None,
-    reduced: Sequence[str] | None = None,
     order: int = 1,
     on: Sequence[str] = ("simulated", "gloo"),
     dtype: torch.dtype | None = torch.double,
@@ -57,7 +59,7 @@ def assert_matches_single_process(
     ...     total, count = dc.all_reduce((x.sum(0), torch.full((1,), len(x), dtype=x.dtype)))
     ...     return ((x - total / count) ** 2).sum() / count.squeeze()
     >>> x = torch.randn(8, 3)
-    >>> report = assert_matches_single_process(variance, variance, x, rank_reduction="sum", on=["simulated"])
+    >>> report = assert_matches_single_process(variance, variance, x, losses="sum", on=["simulated"])
     >>> report.ok
     True
 
@@ -73,53 +75,65 @@ def assert_matches_single_process(
             gradients, or, if any of them requires one, only those.
         module: what both functions get as their first argument. Each rank gets a copy of the functions and the module.
         shard: called on each rank as shard(copy of module, DeviceMesh), returns the rank's module. Which numbers of
-            the whole the rank then has is found by itself, if `shard` moves numbers, and does not compute with them or
-            round them to less than float32. Tensors that it makes anew need the names of the whole's, and shapes that
-            can mean one piece only, or `placements`; they get the whole's numbers.
+            the whole the rank then has is found by itself, if `shard` moves numbers, and does not compute with them.
+            Tensors that it makes anew need the names of the whole's, and shapes that can mean one piece only, or
+            `placements`; ranks that have the same piece must start with the same numbers, and they get the whole's.
         ranks: the rows of each rank, such as (5, 3), or a mesh, such as {"dp": 2, "tp": 2}; or a list of such, each a
-            run. The default has equal, uneven and empty ranks, two to four.
+            run. None: equal, uneven and empty ranks, two to four, that divide the rows of the batch, such as
+            ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2)); eight rows if the batch is a function.
         placements: on a mesh, what each rank has of an input, a parameter made anew, or the "output" (or "output[1]"),
             by its name or a pattern: `Shard`, `Replicate` or `Partial` of `torch.distributed.tensor`, or a function
             (whole, {axis: coordinate}) -> piece, by axis. An axis that is not named is Replicate. What is not named is
-            found: outputs from their shapes. `Partial`: the ranks have parts of a sum that somebody sums later.
-        rank_reduction: how the ranks' losses combine: "mean" or "sum", over the axes along which the batch is divided;
-            or by axis. Along other axes every rank has the same loss, and it counts once.
+            found: outputs from their shapes. `Partial`: the ranks have parts of a sum that somebody sums later. A tuple
+            of both, such as (tile, Partial()): an input whose pieces overlap.
+        losses: how the ranks' losses combine: "mean" or "sum", over the axes along which the batch is divided; or by
+            axis. Along other axes every rank has the same loss, and it counts once; {}: along all axes.
+        already_reduced: axes over which the program itself reduces the gradients of parameters. Each rank's gradient
+            must be the whole's then; over other axes the check combines them, and says so. DistributedDataParallel,
+            FSDP and a DTensor's `Replicate()` say it by themselves.
         context: returns a context manager in which forward and backward run, such as `loss_parallel`.
-        reduced: axes over which the program itself reduces the gradients of parameters. Each rank's gradient must be
-            the whole's then; over other axes the check combines them, and says so. DistributedDataParallel, FSDP and
-            a DTensor's `Replicate()` say it by themselves.
         order: 2: check second order too.
         on: "simulated", and backends for real processes: "gloo", "nccl". What is wrong on one of them is run on the
             next only to see whether it is wrong there too.
         dtype: of the floating-point numbers of the batch and the module; None: as they are.
         tolerance: the largest relative error that is right; by default 4e-10 for float64 and 2e-4 for float32. An
             error is relative to the largest element of a value, and of a gradient's row: rows below 1/100 of the
-            largest one, and gradients below 1/1000 of the largest one, count as that. Where the last digits of its
-            inputs change a gradient of one process by more, more is allowed.
+            largest one, and gradients below 1/1000 of the largest one, count as that. A larger error is compared with
+            what four runs of one process change with other last digits: it is right, wrong, or not decided.
         timeout: seconds that each run on processes may take.
 
     Returns:
         The report; `print(report)` shows it. `report.condition` says what the check has combined and the program has
-        not. A value that is off by the size of an axis while all gradients are right is noted there, and right.
+        not, `report.not_compared` what it says nothing of. A loss that is off by exactly the size of an axis while all
+        gradients are right is noted, and right; so is a metric that is the mean or the sum of the ranks'.
 
     Raises:
         GradientMismatchError: something differs. An AssertionError, with the report as `report` and as its text.
-        TypeError, ValueError: an argument is wrong, a reducer's group is along no axes, or two ranks have the same
-            rows, which hides wrong gradients.
+        TypeError, ValueError: an argument is wrong, a reducer's group is along no axes, nothing is divided along an
+            axis, `shard` computes with numbers, rounding hides every gradient, or two ranks have the same rows, which
+            hides wrong gradients.
         Exception: what `distributed` raised in the first run, or `single`.
     """
     __tracebackhide__ = _hidden
     _check_choices(_MATCHES, order, on)
-    runs = parsed_ranks(ranks)
+    runs = parsed_ranks(ranks_of_rows(rows_of(batch)) if ranks is None else ranks)
     if runs[0].rows and shard is not None:
         raise TypeError(message(_MATCHES, "shard", "ranks that have rows", 'a mesh, such as ranks={"dp": 2}'))
-    if isinstance(reduced, str):
-        raise TypeError(message(_MATCHES, "reduced", repr(reduced), f'a sequence of axes, such as ["{RANKS}"]'))
+    if isinstance(already_reduced, str):
+        raise TypeError(
+            message(_MATCHES, "already_reduced", repr(already_reduced), f'a sequence of axes, such as ["{RANKS}"]')
+        )
     if shard is not None and module is None:
         raise TypeError(message(_MATCHES, "module", "None", "an nn.Module, which shard= gets"))
-    said = parsed_placements(_MATCHES, placements, list(runs[0].sizes))
-    asked = Asked(batch, rank_reduction, tuple(reduced or ()), said, order, dtype, tolerance)
-    with torch.inference_mode(False), closing(Machines(timeout)) as machines:
+    axes = tuple(dict.fromkeys(axis for run in runs for axis in run.sizes))
+    for axis, how in (losses if isinstance(losses, Mapping) else dict.fromkeys(axes, losses)).items():
+        expect.choice(_MATCHES, "losses", axis, axes)
+        expect.choice(_MATCHES, "losses", how, ("mean", "sum"))
+    for axis in already_reduced or ():
+        expect.choice(_MATCHES, "already_reduced", axis, axes)
+    said = parsed_placements(_MATCHES, placements, axes)
+    asked = Asked(batch, losses, tuple(already_reduced or ()), said, order, dtype, tolerance)
+    with torch.inference_mode(False), closing(Machines(timeout, dtype)) as machines:
         of_ranks = pack(_MATCHES, "distributed", Subject(distributed, module, shard, context), dtype)
         of_one = pack(_MATCHES, "single", Subject(single, module), dtype)
         report = concluded(Matching(machines, of_ranks, of_one, asked), runs, on)
@@ -173,13 +187,14 @@ def check_gradients(
 
     Raises:
         GradientMismatchError: something differs, or the loss is not differentiable at these inputs.
-        TypeError, ValueError: an argument is wrong, or two ranks have the same tensors, which hides wrong gradients.
+        TypeError, ValueError: an argument is wrong, the loss varies too fast for finite differences, or two ranks have
+            the same tensors, which hides wrong gradients.
         Exception: what fn raised.
     """
     __tracebackhide__ = _hidden
     _check_choices(_CHECK, order, on)
     given: list[Any] = per_rank_arguments(_CHECK, per_rank)
-    with torch.inference_mode(False), closing(Machines(timeout)) as machines:
+    with torch.inference_mode(False), closing(Machines(timeout, torch.double)) as machines:
         packed = pack(_CHECK, "fn", Subject(fn, module), torch.double)
         checking = Checking(machines, packed, given, placements or {}, order)
         report = concluded(checking, [checking.ranks], on)

@@ -32,8 +32,9 @@ from diffcoll.core.torch_private.release import LAZY_MODULES
 from diffcoll.core.trees import tree_map
 from diffcoll.engines.devices import expect_device, needs_accelerator, select_device
 from diffcoll.engines.rank_state import launched_as, seed_rank
+from diffcoll.engines.watch import waiting
 from diffcoll.testing._calls import missing, per_rank_arguments
-from diffcoll.testing.failures import RankFailure, RanksFailedError
+from diffcoll.testing.failures import WAITS, RankFailure, RanksFailedError
 from diffcoll.testing.pickling import dumps, load
 
 T = TypeVar("T")
@@ -196,9 +197,10 @@ class _Process:
             context.set_forkserver_preload(PRELOADED)
         self.pipe, theirs = context.Pipe()
         self._stack, writes = context.Pipe(duplex=False)
-        with _without_main(), theirs, writes:
+        asked, self._asks = context.Pipe(duplex=False)
+        with _without_main(), theirs, writes, asked:
             # A daemon is ended at exit, where others would be waited for.
-            self._process = context.Process(target=_serve, args=(theirs, writes), daemon=True)
+            self._process = context.Process(target=_serve, args=(theirs, writes, asked), daemon=True)
             self._process.start()
         self.sentinel = self._process.sentinel
 
@@ -217,6 +219,7 @@ class _Process:
 
     def ask_for_stack(self) -> None:
         if self._process.is_alive():
+            self._asks.send(None)
             os.kill(self._process.pid, signal.SIGUSR1)
 
     def stack(self, end: float) -> str:
@@ -234,6 +237,7 @@ class _Process:
         self._process.join()
         self.pipe.close()
         self._stack.close()
+        self._asks.close()
 
 
 _main_lock = threading.Lock()
@@ -258,10 +262,11 @@ def _without_main() -> Iterator[None]:
 # ── in the process of a rank ─────────────────────────────────────────────────────────────────────────────
 
 
-def _serve(pipe: Connection, stack: Connection) -> None:
+def _serve(pipe: Connection, stack: Connection, asked: Connection) -> None:
     """Make calls until the other end of the pipe is closed."""
     os.setpgid(0, 0)  # Ctrl-C reaches the caller alone, and what this process starts can be ended with it
     threading.Thread(target=_end_with_caller, daemon=True).start()
+    threading.Thread(target=_say_what_waits, args=(asked, stack), daemon=True).start()
     multiprocessing.set_start_method(None, force=True)  # a rank may start processes as any program does
     faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=False)
     with contextlib.suppress(EOFError):
@@ -285,6 +290,13 @@ def _end_with_caller() -> None:
     assert caller is not None
     caller.join()
     os.killpg(0, signal.SIGKILL)
+
+
+def _say_what_waits(asked: Connection, stack: Connection) -> None:
+    """Write the collectives that this process waits in beside its stack, which ends in autograd in a backward."""
+    with contextlib.suppress(EOFError, OSError):
+        asked.recv()
+        os.write(stack.fileno(), "".join(f"\n{WAITS}{words}\n" for words in waiting()).encode())
 
 
 def _answer(call: Call) -> bytes | RankFailure:

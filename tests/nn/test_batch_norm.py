@@ -49,7 +49,7 @@ def test_equals_batch_norm_of_the_whole_batch(trailing, momentum, order):
         lambda n: 3 * data(n, 3, *trailing) + 5,
         module=layer,
         sizes=((6,), (5, 3), (1, 1), (5, 0, 3)),
-        rank_reduction="sum",
+        losses="sum",
         order=order,
     )
 

@@ -36,7 +36,7 @@ def test_moments_of_uneven_and_empty_ranks(dims, weigh):
         lambda x, w: loss_of(whole, x, w),
         batch,
         sizes=SIZES,
-        rank_reduction="sum",
+        losses="sum",
     )
     x, w = batch(8)
     parts = (each.split([5, 0, 3]) for each in (x, w))
@@ -115,7 +115,7 @@ def test_weighted_mean_equals_one_process(weigh):
         lambda x, w: whole(x, 0, weigh(w[:, None]))[1].pow(3).sum(),
         lambda n: (data(n, 3), weights(n)),
         sizes=SIZES,
-        rank_reduction="sum",
+        losses="sum",
     )
 
 

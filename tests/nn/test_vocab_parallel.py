@@ -77,7 +77,7 @@ def test_to_second_order():
             return whole(hidden.states, w, b, target, **options)
 
         sizes = [(8,), (3, 5), (5, 0, 3), (0, 8, 0), (2, 3, 3)]
-        holds(distributed, single, make, module=hidden, sizes=sizes, rank_reduction="sum")
+        holds(distributed, single, make, module=hidden, sizes=sizes, losses="sum")
 
 
 IGNORED = torch.full_like(TARGET, -100)

@@ -275,7 +275,7 @@ def of_pairs(loss, gather):
 def program(make, loss, way):
     """Return the program of `verdicts` of a family and a way."""
     reduction = "mean" if make is of_rows else "sum"
-    return make(loss, way), make(loss, alone), batch, {"module": encoder(), "rank_reduction": reduction}
+    return make(loss, way), make(loss, alone), batch, {"module": encoder(), "losses": reduction}
 
 
 def each(make, families, ways):

@@ -105,7 +105,7 @@ def mlp(bug, ranks=None, **more):
 
 def data_and_tensor(bug):
     """Rows along one axis, features along the other."""
-    return mlp(bug, {"dp": 3, "tp": 2}, **({"reduced": ["dp"]} if bug == "not averaged" else {}))
+    return mlp(bug, {"dp": 3, "tp": 2}, **({"already_reduced": ["dp"]} if bug == "not averaged" else {}))
 
 
 class Vocabulary(nn.Module):
@@ -187,7 +187,7 @@ def sequence(bug):
     def shard(whole, mesh):
         return ShardedSequence(mesh["tp"].get_group(), left_out)
 
-    return sharded(shard, {"tp": 2}, MLP(), numbers(6, 4), called, placements=placements, rank_reduction={})
+    return sharded(shard, {"tp": 2}, MLP(), numbers(6, 4), called, placements=placements, losses={})
 
 
 # ── context parallelism ──────────────────────────────────────────────────────────────────────────────────
@@ -403,7 +403,7 @@ def fully_sharded(bug):
             whole.set_gradient_divide_factor(1.0)
         return whole
 
-    more = {"reduced": ["replicate"]} if bug == "not replicated" else {}
+    more = {"already_reduced": ["replicate"]} if bug == "not replicated" else {}
     placements = {"x": rows_of("replicate", "shard")}
     x = numbers(10 if bug == "uneven" else 12, 4)
     return sharded(shard, {"replicate": 2, "shard": 2}, MLP(), x, placements=placements, **more)

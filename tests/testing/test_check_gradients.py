@@ -286,6 +286,13 @@ def total(x, y=None):
     return x.sum() + (0 if y is None else y.sum())
 
 
+def iterated(x):
+    """Its derivative is the product of twenty factors of up to 3."""
+    for _ in range(20):
+        x = (3 * x).sin()
+    return x.sum()
+
+
 #: name: (arguments of each rank, more, the argument that the error names)
 BAD = {
     "equal": (([X, X],), {}, "per_rank"),
@@ -299,6 +306,7 @@ BAD = {
     "not finite": (([X, 2 * X.log()],), {}, "fn"),
     "no gradient": (([X, 2 * X],), {"fn": lambda x: 3.0 + dc.get_rank()}, "fn"),
     "too large": (([X, 2 * X],), {"fn": lambda x: 1e12 + wrong_sum(x).sin().sum()}, "too large"),
+    "too fast": (([X, 2 * X],), {"fn": iterated}, "too fast"),
     "other numbers": (([X, 2 * X], [X[:1], X[1:2]]), {"placements": {"y": Replicate()}}, "placements"),
     "another name": (([X, 2 * X],), {"placements": {"v": Replicate()}}, "placements"),
     "placements": (([X, 2 * X],), {"placements": 3}, "placements"),

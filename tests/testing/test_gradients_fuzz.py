@@ -151,7 +151,7 @@ LOSSES = [(of_pairs, f) for f in OF_PAIRS.values()] + [(of_statistics, f) for f 
 
 def passes(distributed, single, sizes):
     """Whether the check passes; it observes something of what is wrong."""
-    more = {"module": single.weights(), "ranks": sizes, "rank_reduction": "sum", "on": ["simulated"]}
+    more = {"module": single.weights(), "ranks": sizes, "losses": "sum", "on": ["simulated"]}
     try:
         return assert_matches_single_process(distributed, single, batch(sum(sizes)), **more).ok
     except GradientMismatchError as error:

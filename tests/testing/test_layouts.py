@@ -1,5 +1,6 @@
 """Ways to divide a module over ranks: which numbers each rank holds is found, and the verdicts are right."""
 
+import time
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from sharded_programs import MLP, called, copied, summed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -28,6 +29,11 @@ X = numbers(8, 4)
 
 def way(shard, ranks=TP, module=None, batch=X, fn=loss, **more):
     return sharded(shard, ranks, MLP() if module is None else module, batch, fn, **more)
+
+
+def share(module, x):
+    """Of the mean over the rows of all ranks."""
+    return loss(module, x) / dc.get_world_size()
 
 
 def group_of(mesh, axis="tp"):
@@ -90,7 +96,7 @@ def in_part(wrap):
 
 def replicated_dtensors(whole, mesh):
     def given(module, inputs, mesh):
-        return tuple(DTensor.from_local(x, mesh, [Replicate()]) for x in inputs)
+        return tuple(DTensor.from_local(x, mesh, [Shard(0)]) for x in inputs)
 
     return distribute_module(whole, mesh["dp"], None, given, lambda module, y, mesh: y.to_local())
 
@@ -155,21 +161,7 @@ def of_features(divided):
 tensor_parallel = of_features(torch.chunk)
 
 
-def with_fresh_memory(whole, mesh):
-    """Fresh memory may hold the integers that were there before, unless it is filled."""
-    if whole.up.bias.max() > 2**20 and not torch.empty(3).isnan().all():
-        raise RuntimeError("the layout is found by shapes now, and wrong")
-    return in_any_order(whole, mesh)
-
-
 in_any_order = of_features(lambda rows, n: rows[numbers(12).argsort()].chunk(n))
-
-
-def computed_with(whole, mesh):
-    """The numbers carry no position, are taken by name, and overwritten."""
-    with torch.no_grad():
-        whole.up.weight.mul_(0.5).add_(0.1)
-    return whole
 
 
 class Attention(nn.Module):
@@ -221,7 +213,7 @@ HALF = {"batch": X.bfloat16(), "dtype": None}
 WAYS = {
     "tensor parallel": lambda: way(parallelized),
     "sequence parallel": lambda: way(
-        in_sequence, batch=numbers(2, 6, 4), placements={"x": {"tp": Shard(1)}}, rank_reduction={}
+        in_sequence, batch=numbers(2, 6, 4), placements={"x": {"tp": Shard(1)}}, losses={}
     ),
     "loss_parallel": lambda: way(
         vocabulary, module=Head(), batch=(X, torch.arange(8) % 6), fn=called, context=loss_parallel
@@ -244,15 +236,14 @@ WAYS = {
         in_part(lambda part, mesh: ddp(nn.Linear(4, 12, dtype=torch.double), mesh)), DP
     ),
     "DDP of tensor parallelism": lambda: way(lambda whole, mesh: ddp(tensor_parallel(whole, mesh), mesh), BOTH),
-    "DTensors, replicated": lambda: way(replicated_dtensors, DP, placements={}),
+    "DTensors, replicated": lambda: way(replicated_dtensors, DP, fn=share, single=loss, losses="sum"),
     "a checkpoint's wrapper": lambda: way(
         lambda whole, mesh: in_part(lambda part, mesh: checkpoint_wrapper(part))(parallelized(whole, mesh), mesh)
     ),
     "the meta device": lambda: way(on_meta, DP),
     "batch norm": lambda: way(lambda whole, mesh: ddp(dc.nn.convert_sync_batchnorm(whole), mesh), DP, Normalized()),
-    "in any order, with fresh memory": lambda: way(with_fresh_memory),
+    "in any order": lambda: way(in_any_order),
     "uneven": lambda: way(of_features(lambda rows, n: rows.split([7, 5]))),
-    "computed with": lambda: way(computed_with),
     "merged projections": lambda: way(some_heads, module=Attention()),
     "a merged projection, divided by heads": lambda: way(some_heads, module=Attention(merged=True)),
     "heads of keys on two ranks each": lambda: way(
@@ -281,12 +272,12 @@ def test_a_right_way_is_right(name, on):
 @pytest.mark.parametrize("name", WAYS)
 def test_a_wrong_gradient_is_seen_in_each(name):
     """All gradients are too large by half. What `shard` detaches is no cut."""
-    fn, _, batch, more = WAYS[name]()
+    fn, single, batch, more = WAYS[name]()
 
     def wrong(module, *given):
         return ruled(torch.clone, lambda g: g * (1.5 if several() else 1))(fn(module, *given))
 
-    assert not differs((wrong, fn, batch, more)).cuts
+    assert not differs((wrong, single, batch, more)).cuts
 
 
 def test_a_layout_that_shapes_do_not_show():
@@ -305,3 +296,90 @@ def test_a_layout_that_shapes_do_not_show():
     report = differs(program())
     assert "anew" in report.condition and report.condition in str(report)
     matches(program(placements={"qkv": heads}))
+
+
+# ── what shard must not do ───────────────────────────────────────────────────────────────────────────────
+
+
+def changed(change, name="up.weight"):
+    def shard(whole, mesh):
+        with torch.no_grad():
+            change(whole.get_parameter(name), mesh)
+        return whole
+
+    return shard
+
+
+def unwritten(whole, mesh):
+    whole.up.weight = nn.Parameter(torch.rand(12, 4, generator=torch.Generator().manual_seed(time.time_ns())))
+    return whole
+
+
+def rounded(whole, mesh):
+    whole.up.weight = nn.Parameter((whole.up.weight.detach() / 3).round())
+    return whole
+
+
+OF_ROWS = {"x": {"dp": Shard(0)}}
+#: What `shard` does to numbers of the whole, and words of the error.
+COMPUTED = {
+    "a factor": (changed(lambda x, mesh: x.mul_(1.75)), "up.weight is 1.75 times"),
+    "a factor and a sum": (changed(lambda x, mesh: x.mul_(0.5).add_(0.1)), r"up.weight is 0.(5|49\d*) times"),
+    "a bias on each rank": (changed(lambda x, mesh: x.div_(mesh.size()), "down.bias"), "down.bias is 0.5 times"),
+    "the sign": (changed(lambda x, mesh: x.neg_()), "up.weight is -1 times"),
+    "rounding": (rounded, "up.weight"),
+    "other numbers in each call": (unwritten, "memory that nothing wrote"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.float, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_numbers_that_shard_computes_with_are_refused(name, dtype):
+    shard, words = COMPUTED[name]
+    with pytest.raises(ValueError, match=words):
+        matches(way(shard, DP, placements=OF_ROWS, dtype=dtype))
+
+
+def made_anew(whole, mesh, seed=lambda rank: 0, trained=True):
+    torch.manual_seed(seed(mesh.get_local_rank()))
+    whole.up = nn.Linear(4, 12)
+    whole.up.bias.requires_grad_(trained)
+    return whole
+
+
+def test_ranks_that_start_with_other_numbers():
+    program = partial(way, ranks=DP, placements=OF_ROWS)
+    report = matches(program(made_anew))
+    assert any("up.weight" in words and "anew" in words for words in report.not_compared)
+    report = differs(program(partial(made_anew, seed=lambda rank: rank)))
+    assert {"first numbers of up.weight", "first numbers of up.bias"} == {
+        row.what for row in report.tables[0].rows if not row.ok
+    }
+
+
+def test_a_parameter_that_is_frozen_on_one_side():
+    frozen = MLP()
+    frozen.up.bias.requires_grad_(False)
+    matches(way(lambda whole, mesh: whole, DP, frozen))
+    for module, shard in ((frozen, made_anew), (MLP(), partial(made_anew, trained=False))):
+        report = differs(way(shard, DP, module))
+        assert "requires_grad of up.bias" in {row.what for row in report.tables[0].rows if not row.ok}
+
+
+def test_a_layer_of_the_default_dtype_and_a_constant_of_another():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.mask = nn.Linear(4, 3), torch.ones(3, 3)
+
+        def forward(self, x):
+            return self.up(x) @ self.mask
+
+    def shard(whole, mesh):
+        up = nn.Linear(4, 3)
+        with torch.no_grad():
+            up.weight.copy_(whole.up.weight), up.bias.copy_(whole.up.bias)
+        whole.up = up
+        return whole
+
+    matches(way(shard, DP, Masked()))

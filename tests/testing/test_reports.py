@@ -26,7 +26,8 @@ X = numbers(8, 2)
 def test_a_report_says_what_differs_where():
     report = differs(clip(own_block_kept), ranks=(4, 4))
     lines = str(report).splitlines()
-    assert lines[0] == "assert_matches_single_process: WRONG" and lines[1] == "── simulated, 2 ranks, rows 4, 4: wrong"
+    assert lines[0] == "assert_matches_single_process: WRONG"
+    assert lines[1] == "── simulated, 2 ranks, rows 4, 4: wrong (float64, tolerance 4e-10)"
     assert re.search(r"^✗ gradient of text +0 +\d\.\de[+-]\d\d ", str(report), re.M)
     assert "── observed ──" in lines and "── graph cuts ──" in lines
     assert f"field.py:{blocks_of_all.__code__.co_firstlineno + 6} cuts the graph" in str(report)
@@ -176,7 +177,7 @@ ON_A_MESH = {
 #: name: (arguments, the argument that the error names, or another word)
 WRONG = {
     "equal ranks": ({"batch": torch.ones(8, 2)}, "batch"),
-    "rows": ({"batch": X[:7]}, "batch"),
+    "rows": ({"batch": (X, X[:7])}, "batch"),
     "0-d": ({"batch": (X, torch.tensor(1.0))}, "batch"),
     "dataclass": ({"batch": (X, Pair(X, X))}, "batch"),
     "a function of a mesh": ({"batch": lambda n: X, **DP}, "batch"),
@@ -188,9 +189,9 @@ WRONG = {
     "ranks": ({"ranks": [(4, -4, 8)]}, "ranks"),
     "no ranks": ({"ranks": []}, "ranks"),
     "an empty axis": ({"ranks": {"tp": 0}}, "ranks"),
-    "rank_reduction": ({"rank_reduction": "any"}, "rank_reduction"),
-    "an unknown axis": ({"rank_reduction": {"dp": "mean"}}, "rank_reduction"),
-    "reduced": ({"reduced": ["cp"]}, "reduced"),
+    "losses": ({"losses": "any"}, "losses"),
+    "an unknown axis": ({"losses": {"dp": "mean"}}, "losses"),
+    "already_reduced": ({"already_reduced": ["cp"]}, "already_reduced"),
     "order": ({"order": 3}, "order"),
     "order of tensor parallelism": ({"order": 2, "ranks": {"tp": 2}}, "order"),
     "on": ({"on": "simulated"}, "on"),

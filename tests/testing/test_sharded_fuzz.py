@@ -79,7 +79,7 @@ def program(seed, wrong):
     divided = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
     more = {"module": model, "shard": shard, "ranks": axes, "placements": {**of_rows, **divided}}
     batch = numbers(ROWS, 4, seed=seed), mask
-    return (distributed, single, batch, {**more, "rank_reduction": {"dp": how}}), planted
+    return (distributed, single, batch, {**more, "losses": {"dp": how}}), planted
 
 
 def run(seeds):

@@ -23,7 +23,7 @@ from runs import ROOT, line_of, python
 import diffcoll as dc
 from diffcoll.core.arguments import MOVED
 from diffcoll.core.check_mode import is_on
-from diffcoll.testing import RanksFailedError, spawn
+from diffcoll.testing import RanksFailedError, assert_matches_single_process, spawn
 from diffcoll.testing.pickling import dumps, load
 from diffcoll.testing.spawn import Ranks
 
@@ -272,3 +272,17 @@ def is_gone(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+def test_a_hang_in_a_backward_of_the_check_names_the_collective_and_the_line():
+    """No frame of the stack is the user's."""
+
+    def backward(x):
+        y = dc.all_gather(x)
+        return (y if dc.get_rank() == 0 else x).square().sum()
+
+    with pytest.raises(RanksFailedError) as error:
+        assert_matches_single_process(backward, backward, torch.randn(8, 3), ranks=(4, 4), on=["gloo"], timeout=12)
+    (failure,) = (f for f in error.value.failures.values() if f is not None)
+    assert failure.kind == "hung" and "all_gather" in failure.summary and "backward" in failure.summary
+    assert failure.line.endswith(f"test_spawn.py:{backward.__code__.co_firstlineno + 1}")

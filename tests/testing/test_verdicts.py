@@ -81,7 +81,7 @@ def outputs_of_all_rows():
     def distributed(x):
         return dc.all_gather(x.sin(), grad_placement="replicate")
 
-    return distributed, torch.sin, rows(6), {**BY_ROWS, "rank_reduction": {}}
+    return distributed, torch.sin, rows(6), {**BY_ROWS, "losses": {}}
 
 
 def normalized(update, **more):
@@ -187,7 +187,7 @@ RIGHT = {
     "outputs of all rows": outputs_of_all_rows,
     "uneven pieces": lambda: summed(value, batch=rows(5), **BY_ROWS),
     "batch norm, as a mean": lambda: normalized(_unbiased, order=2),
-    "batch norm, as a sum": lambda: normalized(_unbiased, order=2, rank_reduction="sum"),
+    "batch norm, as a sum": lambda: normalized(_unbiased, order=2, losses="sum"),
     "a step": step,
     "a step whose graph is freed": lambda: small_and_further(1),
     "a moving average": averages_of_weights,
@@ -294,7 +294,7 @@ WRONG = {
     "tiny and N times": (tiny_and_twice, f"b: {TWICE}"),
     "small in float32": (lambda: tiny_and_twice(0.1, torch.float), f"b: {TWICE}"),
     "the sum of a mean": (
-        with_more(partial(clip, right_gather), rank_reduction="sum", ranks=EVEN),
+        with_more(partial(clip, right_gather), losses="sum", ranks=EVEN),
         f"value, image, text and scale: {TWICE}",
     ),
     "a weight that is an argument": (a_weight_that_is_an_argument, "weight: 2 = "),
@@ -358,18 +358,18 @@ def test_who_has_reduced():
     def program(shard, fn=loss, **more):
         return sharded(shard, {"dp": 2}, layer(3, 2), rows(6), fn, **more)
 
-    words = "once gradients are averaged over dp, which nothing in this program does"
+    words = "if you average gradients over dp (wrap the model in DDP, or pass already_reduced)"
     assert matches(program(lambda whole, mesh: DDP(whole, process_group=mesh["dp"].get_group()))).condition == ""
     report = matches(program(lambda whole, mesh: whole))
     assert report.condition == words and words in str(report).splitlines()[0]
-    report = differs(program(lambda whole, mesh: whole, reduced=["dp"]))
+    report = differs(program(lambda whole, mesh: whole, already_reduced=["dp"]))
     assert "right after a mean over dp" in observed(report)
     with pytest.raises(ValueError, match="group is ranks"):
         matches(program(lambda whole, mesh: DDP(whole, process_group=dist.new_subgroups(group_size=1)[0])))
     differs(program(replicated, of_local_weight))
     of_rows = loss, loss, rows(8), {"module": layer(3, 2), "ranks": EVEN}
     assert matches(of_rows).condition
-    differs(of_rows, reduced=["ranks"])
+    differs(of_rows, already_reduced=["ranks"])
 
 
 def test_a_value_that_is_off_while_gradients_are_right():
@@ -439,7 +439,7 @@ def test_other_dtypes(dtype):
         return (dc.all_reduce(x.sum(0)).abs() ** 2).sum() / dc.get_world_size()
 
     program = distributed, lambda x: (x.sum(0).abs() ** 2).sum(), numbers(8, 4, dtype=dtype), {"dtype": None}
-    matches(program, rank_reduction="sum")
+    matches(program, losses="sum")
     differs(program, ranks=(5, 3))
 
 

@@ -64,7 +64,7 @@ def value(x):
 
 def summed(distributed, single=None, batch=rows, **more):
     """A program whose ranks' losses are summed; without `single`, it is the same on one process."""
-    return distributed, single or distributed, batch, {"rank_reduction": "sum", **more}
+    return distributed, single or distributed, batch, {"losses": "sum", **more}
 
 
 def sharded(shard, ranks, module, batch, fn=loss, single=None, **more):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from diffcoll.core.errors import message
 from diffcoll.core.trees import tree_flatten, tree_paths
-from diffcoll.testing.harness.layout import NAME, RANKS, Placement, Ranks, Span, placed, said_of, split_axes
+from diffcoll.testing.harness.layout import Placement, Span, placed, said_of
+from diffcoll.testing.harness.mesh import NAME, RANKS, Ranks
 from diffcoll.testing.harness.packing import Subject
 from diffcoll.testing.numbers import differentiable
 
@@ -32,7 +33,7 @@ class Batch:
         for kind in {type(leaf) for leaf in leaves if _hides_tensors(leaf)}:
             got, remedy = f"a {kind.__name__} with tensors inside", "use dict(…) or torch.utils._pytree's registration"
             raise ValueError(message(name, "batch", got, "a tree of tuples, lists, dicts and namedtuples", remedy))
-        self._leaves = dict(zip(_names(subject, tree), leaves, strict=True))
+        self._leaves = dict(zip(_names(subject, tree, name), leaves, strict=True))
         #: The tensors by name.
         self.tensors = {name: _converted(x, dtype) for name, x in self._leaves.items() if isinstance(x, Tensor)}
         #: Whether some tensors require gradients, and the others are no variables.
@@ -75,7 +76,7 @@ class Batch:
     def _refuse_equal(self, index: Mapping[str, list[Tensor]], ranks: Ranks) -> None:
         """Raise if two ranks along an axis have the same rows of all that is divided, or permuted or mirrored ones."""
         for axis in ranks.sizes:
-            divided = [name for name, each in index.items() if axis in split_axes(each, ranks)]
+            divided = [name for name, each in index.items() if axis in ranks.split(each)]
             flat = {name: self.tensors[name].detach().flatten() for name in divided}
             parts = [{name: x[index[name][r]] for name, x in flat.items()} for r in range(ranks.size)]
             for peers in {tuple(ranks.along([axis], r)) for r in range(ranks.size)}:
@@ -99,20 +100,29 @@ class Batch:
         return {f"the part of {name} that is one": float(x.detach().double().mean().real) for name, x in masks.items()}
 
 
+def rows_of(tree: Any) -> int:
+    """Return the rows of the first tensor of a batch that has rows; 8 if there is none."""
+    tensors = (x for x in tree_flatten(tree)[0] if isinstance(x, Tensor) and x.dim())
+    return next((len(x) for x in tensors if len(x)), 8)
+
+
 def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     if x.is_complex():
         return x.to(torch.complex128) if dtype == torch.double else x
     return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
 
-def _names(subject: Subject, tree: Any) -> list[str]:
+def _names(subject: Subject, tree: Any, name: str) -> list[str]:
     """Return a name for each leaf: that of the function's argument, and the path within it."""
     fn = subject.fn.forward if isinstance(subject.fn, nn.Module) else subject.fn
     try:
-        arguments = [p.name for p in inspect.signature(fn).parameters.values() if p.kind < p.VAR_POSITIONAL]
-        arguments = arguments[subject.module is not None :]
+        parameters = list(inspect.signature(fn).parameters.values())[subject.module is not None :]
     except (TypeError, ValueError):
-        arguments = []
+        parameters = []
+    arguments = [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]
+    if isinstance(tree, list) and len(tree) > len(arguments) == len(parameters) > 0:
+        got, remedy = f"a list of {len(tree)} arguments", "torch.stack(samples) makes one tensor of a list of samples"
+        raise ValueError(message(name, "batch", got, f"{len(arguments)}, those of the function", remedy))
     if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
         known = {f"[{i}]": name for i, name in enumerate(arguments)}
     elif isinstance(tree, dict):

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from diffcoll.testing.harness.batch import Batch
-from diffcoll.testing.harness.layout import RANKS, Fit, Held, Placement, Ranks, Span, partial_axes, said_of, split_axes
+from diffcoll.testing.harness.fill import Held
+from diffcoll.testing.harness.layout import Fit, Placement, Span, partial_axes, said_of
+from diffcoll.testing.harness.mesh import Ranks
+from diffcoll.testing.harness.precision import Verdict, judged
 from diffcoll.testing.harness.rank import Measured, Task
-from diffcoll.testing.harness.report import Row, scale_in_words
+from diffcoll.testing.harness.report import Row
 from diffcoll.testing.numbers import differentiable, largest, relative_errors
 
 #: A gradient smaller than this part of the largest one is compared with that part: what is zero by cancellation, such
@@ -66,8 +69,10 @@ class Quantity:
     #: The number of the tensor of the whole that it is of, and whether that is an input; −1: it is of the result.
     leaf: int = -1
     of_input: bool = False
-    #: Whether it is printed and not failed.
-    excused: bool = False
+    #: What one process has with other last digits, in each sample.
+    samples: tuple[Tensor, ...] = ()
+    #: How the check combined what the ranks returned, in words.
+    note: str = ""
 
     def combined(
         self, axes: Sequence[str] | None = None, factor: float | None = None, weights: Sequence[float] | None = None
@@ -78,8 +83,8 @@ class Quantity:
         pieces = [(r, p.index.flatten(), p.got.flatten()) for r, mine in enumerate(self.pieces) for p in mine]
         if not differentiable(self.wanted):
             return [self._compared(*piece) for piece in pieces]
-        totals = [torch.zeros_like(self.wanted).flatten() for _ in self.pieces] if axes else []
-        pieces = [(r, index, weights[r] * x.to(self.wanted.dtype)) for r, index, x in pieces]
+        totals = [_wide(torch.zeros_like(self.wanted)).flatten() for _ in self.pieces] if axes else []
+        pieces = [(r, index, weights[r] * _wide(x)) for r, index, x in pieces]
         for r, index, x in pieces if axes else ():
             totals[r].index_add_(0, index, x)
         found = []
@@ -108,24 +113,51 @@ class Quantity:
             rows = rows * of_rows.clamp(_SMALL_ROW, 1.0).view(-1, *[1] * (self.wanted.dim() - 1))
         return unit * rows.flatten()
 
+    # ── the verdict ──
+
+    def judged(self, each: Sequence[Compared]) -> dict[int, Verdict]:
+        """Return the verdict on what each rank has."""
+        held = dict.fromkeys(c.rank for c in each)
+        return {r: self._judged([c for c in each if c.rank == r]) for r in held}
+
+    def _judged(self, mine: Sequence[Compared]) -> Verdict:
+        tolerance = torch.as_tensor(self.tolerance, dtype=torch.double).expand(self.wanted.numel())
+        if all(bool((c.errors <= tolerance[c.index]).all()) for c in mine):
+            return Verdict(ok=True, seen=self.most_allowed or 0.0)
+        if not self.samples or not differentiable(self.wanted):
+            return Verdict(ok=False)
+        got, index = (torch.cat(x) for x in zip(*((c.got, c.index.flatten()) for c in mine), strict=True))
+        wanted, shape = _wide(self.wanted).flatten(), self.wanted.shape
+        changes = torch.stack([_wide(x).flatten() for x in self.samples]) - wanted
+        blocks = [torch.arange(len(index))]
+        if len(shape) > 1:
+            blocks += [index // (self.wanted.numel() // shape[0]), index % shape[-1]]
+        shared = float(changes.abs().square().mean().sqrt())
+        return judged(got, wanted[index], changes[:, index], shared, blocks, self.most_allowed or 0.0)
+
+    @cached_property
+    def verdicts(self) -> dict[int, Verdict]:
+        """The verdict on what each rank has."""
+        return self.judged(self.compared)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(verdict.ok for verdict in self.verdicts.values())
+
+    @property
+    def decided(self) -> bool:
+        """Whether rounding hides nothing on any rank."""
+        return all(verdict.decided for verdict in self.verdicts.values())
+
+    def right(self, each: Sequence[Compared]) -> bool:
+        """Whether this would be right."""
+        return all(verdict.ok and verdict.decided for verdict in self.judged(each).values())
+
     @property
     def error(self) -> float:
         """The largest relative error on any rank."""
         return _largest_error(self.compared)
-
-    def distance(self, other: Tensor) -> float:
-        """Return the largest relative error of other numbers of one process."""
-        return _largest_error([self._compared(0, torch.arange(self.wanted.numel()), other.flatten())])
-
-    @cached_property
-    def ok(self) -> bool:
-        """Whether every error is allowed."""
-        return self.right(self.compared)
-
-    def right(self, each: Sequence[Compared]) -> bool:
-        """Whether this would be right."""
-        tolerance = torch.as_tensor(self.tolerance, dtype=torch.double).expand(self.wanted.numel())
-        return self.excused or all(bool((c.errors <= tolerance[c.index]).all()) for c in each)
 
     @property
     def most_allowed(self) -> float | None:
@@ -144,17 +176,29 @@ class Quantity:
     def rows(self) -> list[Row]:
         """The rows of the report; ranks with the same numbers share one."""
         found: dict[object, tuple[list[int], Row]] = {}
-        held = list(dict.fromkeys(c.rank for c in self.compared))
-        for r in held:
+        for r, verdict in self.verdicts.items():
             mine = [c for c in self.compared if c.rank == r]
-            row = Row(self.what, "", _largest_error(mine), self.ratio(mine), self.right(mine), self.most_allowed)
-            key = row.ok or (f"{row.error:.2e}", None if row.ratio is None else f"{row.ratio:.4g}")
+            row = Row(self.what, "", _largest_error(mine), self.ratio(mine), verdict.ok, self.most_allowed)
+            row = row._replace(decided=verdict.decided, seen=verdict.seen, numbers=self._numbers(mine))
+            key = (row.ok, row.decided) if row.ok else (f"{row.error:.2e}", row.numbers, f"{row.ratio or 0:.4g}")
             of_row, worst = found.get(key, ([], row))
-            found[key] = [*of_row, r], max(worst, row, key=lambda row: row.error)
+            found[key] = [*of_row, r], max(worst, row, key=lambda row: (row.error, row.seen))
+        every = len(self.verdicts)
         return [
-            row._replace(rank="all" if len(of_row) == len(held) > 1 else ", ".join(map(self.ranks.named, of_row)))
+            row._replace(rank="all" if len(of_row) == every > 1 else ", ".join(map(self.ranks.named, of_row)))
             for of_row, row in found.values()
         ]
+
+    def _numbers(self, mine: Sequence[Compared]) -> str:
+        """Return the first integers or flags that differ, in words."""
+        each = [] if differentiable(self.wanted) else [(c.got.tolist(), c.wanted.tolist()) for c in mine]
+        pairs = (pair for got, wanted in each for pair in zip(got, wanted, strict=True))
+        return next((f"{got}, not {wanted}" for got, wanted in pairs if got != wanted), "")
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a tensor in float64 or complex128."""
+    return x.to(torch.complex128 if x.is_complex() else torch.double)
 
 
 def _largest_error(each: Sequence[Compared]) -> float:
@@ -172,12 +216,6 @@ def multiple(got: Tensor, wanted: Tensor, tolerance: float) -> float | None:
     return ratio if float((a - ratio * b).abs().max()) <= close else None
 
 
-def tolerance_of(tensors: Sequence[Tensor]) -> float:
-    """Return the default tolerance, by the least precise dtype: float64 4e-10, float32 2e-4, bfloat16 6e-2."""
-    eps = max((torch.finfo(t.dtype).eps for t in tensors if differentiable(t)), default=torch.finfo(torch.float64).eps)
-    return float(8 * eps if eps > 1e-5 else 10 * eps ** (2 / 3))
-
-
 # ── the quantities of a run ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -186,9 +224,9 @@ class Asked:
     """What the user has asked for."""
 
     batch: Any
-    rank_reduction: str | Mapping[str, str]
+    losses: str | Mapping[str, str]
     #: Axes over which the program itself has reduced its gradients.
-    reduced: tuple[str, ...]
+    already_reduced: tuple[str, ...]
     placements: Mapping[str, Placement]
     order: int
     dtype: torch.dtype | None
@@ -222,6 +260,8 @@ class Setting:
     held: Sequence[Sequence[Held]]
     notes: Sequence[str]
     tolerance: float
+    #: The dtype and the tolerance, in words.
+    precision: str
     tasks: Sequence[Task] = ()
 
     @cached_property
@@ -262,62 +302,70 @@ class Setting:
         leaf: int = -1,
     ) -> Quantity:
         """Return a quantity, to be summed over axes unless it is `reduced`; `least` is the least unit of errors."""
-        axes, factor = list(partial_axes(said)), 1.0
+        axes, factor = list(partial_axes(said, self.ranks)), 1.0
         of_input = leaf >= 0 and self.spans[leaf].kind == "input"
         if group in ("value", "gradient", "second order"):
             held = [torch.cat([torch.arange(0), *(p.index.flatten() for p in mine)]) for mine in pieces]
-            split = split_axes(held, self.ranks)
+            split = self.ranks.split(held)
             summed = [axis for axis in self.reduction if axis not in split and axis not in reduced]
             means = [a for a, how in self.reduction.items() if how == "mean" and (of_input or a in summed)]
             axes, factor = list(dict.fromkeys(summed + axes)), 1 / math.prod(self.ranks.sizes[a] for a in means)
-        tolerance = self.tolerance * (30 if group == "second order" else 1)  # rounding errors are amplified
-        unit = max(largest(wanted), least)
-        return Quantity(what, group, wanted, pieces, self.ranks, unit, tolerance, tuple(axes), factor, leaf, of_input)
+        unit, t = max(largest(wanted), least), self.tolerance
+        return Quantity(what, group, wanted, pieces, self.ranks, unit, t, tuple(axes), factor, leaf, of_input)
 
 
 def quantities(setting: Setting, each: Sequence[Measured]) -> list[Quantity]:
     """Return everything that is compared."""
-    found = [*_outputs(setting, each), *_gradients(setting, each)]
-    gradients = [q for q in found if q.group in ("gradient", "second order")]
-    if gradients and all(q.ok for q in gradients):
-        off = [q for q in found if q.group == "value" and not q.ok and scale_of(q, q.ratio(q.compared))]
-        found = [replace(q, excused=q in off) for q in found]
-    return [*found, *_state(setting, each)]
+    return [*_outputs(setting, each), *_gradients(setting, each), *_state(setting, each), *_of_shard(setting, each)]
 
 
-def scale_of(q: Quantity, ratio: float | None) -> str:
-    """Return in words what a ratio is in terms of the sizes of axes; "": nothing of them."""
-    sizes = {"N" if axis == RANKS else f"the size of {axis}": n for axis, n in q.ranks.sizes.items()}
-    if len(sizes) > 1:
-        sizes["the number of ranks"] = q.ranks.size
-    return "" if ratio is None else scale_in_words(ratio, sizes, max(1e-4, 2 * (q.most_allowed or 0.0)))
+def with_losses_noted(found: Sequence[Quantity], ranks: Ranks) -> list[Quantity]:
+    """Let a loss be off by exactly the size of an axis, with a note, if all gradients are right."""
+    gradients = [q for q in found if q.group in ("gradient", "second order", "move")]
+    if not gradients or not all(q.ok for q in gradients):
+        return list(found)
+    return [_noted(q, ranks) if q.group == "value" and not q.ok else q for q in found]
+
+
+def _noted(q: Quantity, ranks: Ranks) -> Quantity:
+    for words, n in ranks.in_words.items():
+        for scale, times in ((1 / n, words), (float(n), f"1/{words}")):
+            other = replace(q, factor=q.factor * scale)
+            if other.ok:
+                note = f"{times} times that of one process; all gradients are right"
+                return replace(other, note=note)
+    return q
 
 
 def _outputs(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
-    whole = setting.whole
+    whole, reduction = setting.whole, setting.reduction
     for i, (wanted, fit) in enumerate(zip(whole.outputs, setting.outputs, strict=True)):
-        number, ys = whole.numbered(i), [m.outputs[i] for m in each]
+        path, ys = whole.paths[i], [m.outputs[i] for m in each]
         pieces = [[] if j is None else [Piece(j, y)] for j, y in zip(fit.index, ys, strict=True)]
-        said = said_of(setting.asked.placements, f"output{number}")
+        said = said_of(setting.asked.placements, f"output{path}")
         if wanted.dim() or not differentiable(wanted):
-            q = setting.quantity(f"output{number}", "output", wanted, pieces, said)
+            q = setting.quantity(f"output{path}", "output", wanted, pieces, said)
             if not wanted.dim() and not differentiable(wanted) and not q.ok:
-                q = replace(q, pieces=[[Piece(torch.tensor(0), _together(ys, wanted))] for _ in ys])
+                together, words = _together(ys, wanted)
+                q = replace(q, pieces=[[Piece(torch.tensor(0), together)] for _ in ys], note=words)
             yield q
             continue
-        q = setting.quantity(f"value{number}", "value", wanted, pieces, said, SMALL * whole.scale)
-        if not whole.has_graph[i] and not q.ok:  # a metric: every rank has it, or parts of a sum
-            others = [replace(q, axes=axes, factor=1.0) for axes in ((), tuple(setting.reduction))]
-            q = next((other for other in others if other.ok), q)
+        q = setting.quantity(f"value{path}", "value", wanted, pieces, said, SMALL * whole.scale)
+        if not whole.has_graph[i]:  # a metric: every rank has it, or a part of a mean or of a sum
+            mean = 1 / math.prod(setting.ranks.sizes[axis] for axis in reduction)
+            ways = [((), 1.0, ""), (tuple(reduction), mean, "the mean"), (tuple(reduction), 1.0, "the sum")]
+            found = [replace(q, group="metric", axes=axes, factor=f, note=words) for axes, f, words in ways]
+            q = next((other for other in found if other.ok), found[1])
+            q = replace(q, note=q.note and f"{q.note} of what the ranks return is compared")
         yield q
 
 
-def _together(ys: Sequence[Tensor], wanted: Tensor) -> Tensor:
-    """Return the integer or flag of all ranks: a count is summed, a flag may be of any rank or of all."""
+def _together(ys: Sequence[Tensor], wanted: Tensor) -> tuple[Tensor, str]:
+    """Return the integer or flag of all ranks, in words too: a count is summed, a flag may be of any rank or of all."""
     every = torch.stack(list(ys))
-    if wanted.dtype == torch.bool:
-        return every.any(0) if wanted.any() else every.all(0)
-    return every.sum(0)
+    if wanted.dtype != torch.bool:
+        return every.sum(0), "the sum of what the ranks return is compared"
+    return (every.any(0), "true if any rank's is") if wanted.any() else (every.all(0), "true if all ranks' are")
 
 
 def _gradients(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
@@ -328,13 +376,15 @@ def _gradients(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]
     if all(m.second for m in (whole, *each)):
         orders.append(("second order", [m.second for m in (whole, *each)]))
     for group, (of_whole, *of_ranks) in orders:
+        if own and not any(g.any() for gradients in (of_whole, *of_ranks) for g in gradients):
+            continue  # as after zero_grad: only the moves can be compared
         least = SMALL * largest(*of_whole)
         for i, span in enumerate(setting.spans):
             if span.trained and (span.kind == "parameter" or setting.batch.asked or not own):
                 pieces, said = setting.pieces(i, of_ranks), said_of(setting.asked.placements, span.name)
                 held = [setting.held[r][p.leaf] for r, parts in enumerate(setting.parts[i]) for p in parts]
                 reduced = {axis for h in held for group in h.groups for axis in setting.ranks.axes_of(group) or ()}
-                reduced |= {*(setting.reduction if own else setting.asked.reduced)}
+                reduced |= {*(setting.reduction if own else setting.asked.already_reduced)}
                 done = reduced if span.kind == "parameter" else ()
                 yield setting.quantity(f"{group} of {span.name}", group, of_whole[i], pieces, said, least, done, i)
 
@@ -344,14 +394,33 @@ def _state(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
     for i, span in enumerate(setting.spans):
         if span.kind == "input" or not span.first:
             continue
-        wanted, before = setting.whole.state[i], span.tensor.detach().cpu()
+        wanted, before, group = setting.whole.state[i], setting.whole.before[i], "state"
         pieces = setting.pieces(i, [m.state for m in each])
-        group, least, changed = "state", 0.0, differentiable(wanted) and not torch.equal(wanted, before)
+        changed = differentiable(wanted) and not torch.equal(wanted, before)
         if changed and span.kind == "parameter":  # which a small learning rate would hide
-            group = "move"
-            pieces = [[Piece(p.index, p.got - before.flatten()[p.index].to(p.got.dtype)) for p in m] for m in pieces]
-            least = 8 * torch.finfo(before.dtype).eps / setting.tolerance * largest(wanted)
-            wanted = wanted - before
-        q = setting.quantity(f"{span.kind} {span.name}", group, wanted, pieces, least=least, leaf=i)
+            group, wanted = "move", _wide(wanted) - before
+            of_ranks = [[_wide(a) - b for a, b in zip(m.state, m.before, strict=True)] for m in each]
+            pieces = setting.pieces(i, of_ranks)
+        q = setting.quantity(f"{span.kind} {span.name}", group, wanted, pieces, leaf=i)
         if span.kind == "buffer" or changed or not q.ok:
+            yield q
+
+
+def _of_shard(setting: Setting, each: Sequence[Measured]) -> Iterator[Quantity]:
+    """Yield what differs before the call: whether a tensor is trained, and the first numbers of one made anew."""
+    for i, span in enumerate(setting.spans):
+        held = [[(p, setting.held[r][p.leaf]) for p in parts] for r, parts in enumerate(setting.parts[i])]
+        trained = [[Piece(torch.tensor(0), torch.tensor(h.requires_grad)) for _, h in mine] for mine in held]
+        q = setting.quantity(f"requires_grad of {span.name}", "state", torch.tensor(span.tensor.requires_grad), trained)
+        if span.kind == "parameter" and span.first and not q.ok:
+            yield q
+        first = [
+            [Piece(p.positions, m.first[h.name][p.inside]) for p, h in mine if h.name in m.first]
+            for m, mine in zip(each, held, strict=True)
+        ]
+        wanted = torch.zeros(span.tensor.numel(), dtype=span.tensor.dtype)
+        for p in (p for mine in reversed(first) for p in mine):  # of the lowest rank that has a number
+            wanted[p.index] = p.got.to(wanted.dtype)
+        q = setting.quantity(f"first numbers of {span.name}", "start", wanted.view(span.tensor.shape), first)
+        if any(first) and not q.ok:
             yield q

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+import diffcoll as dc
+from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.errors import Origin
 from diffcoll.core.trees import tree_flatten
 
@@ -34,6 +36,8 @@ _COLLECTIVES = {
         *("reduce", "reduce_scatter", "reduce_scatter_tensor", "gather", "scatter", "send", "recv", "isend", "irecv"),
     )
 }
+#: The code of this library's, which are differentiable unless they run under no_grad.
+_OURS = {inspect.unwrap(getattr(dc, name)).__code__: name for name in COLLECTIVES}
 #: `Tensor.data` and functions, as a function mode sees them, by what users write.
 _DETACHING = {Tensor.detach: "detach()", Tensor.detach_: "detach_()", Tensor.data.__get__: ".data"}  # type: ignore[attr-defined]
 #: Modules that stand between the user's call of a function and its record; those of torch in some releases.
@@ -46,7 +50,8 @@ def recorded() -> Iterator[Cuts]:
     cuts: Cuts = {}
 
     def on_call(frame: FrameType, event: str, _: object) -> None:
-        name = _COLLECTIVES.get(frame.f_code) if event == "call" else None
+        codes = _COLLECTIVES if torch.is_grad_enabled() else _COLLECTIVES | _OURS
+        name = codes.get(frame.f_code) if event == "call" else None
         given = tree_flatten(list(frame.f_locals.values()))[0] if name else []
         if any(isinstance(x, Tensor) and x.requires_grad for x in given) and not _is_intended(frame):
             what = "runs under no_grad, with a tensor that requires a gradient"
@@ -93,11 +98,12 @@ class Detaches(TorchFunctionMode):
 
     Args:
         cuts: what records them. None: they keep the graph, to find out whether they lose the gradient.
+        kept: the lines whose calls keep it; None: all.
     """
 
-    def __init__(self, cuts: Cuts | None = None) -> None:
+    def __init__(self, cuts: Cuts | None = None, kept: Collection[str] | None = None) -> None:
         super().__init__()
-        self._cuts = cuts
+        self._cuts, self._kept = cuts, kept
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -106,7 +112,9 @@ class Detaches(TorchFunctionMode):
             modules = (str(frame.f_globals.get("__name__")) for frame in _callers(sys._getframe(1)))
             caller = next(module for module in modules if module not in _WRAPPERS)
             if caller.partition(".")[0] not in ("torch", "diffcoll"):
-                if self._cuts is None:
+                line = f"{_DETACHING[func]} at {Origin('').line} takes a tensor out of the graph"
+                if self._cuts is not None:
+                    self._cuts[line] = True
+                elif self._kept is None or line in self._kept:
                     return args[0].clone()
-                self._cuts[f"{_DETACHING[func]} at {Origin('').line} takes a tensor out of the graph"] = True
         return func(*args, **(kwargs or {}))

@@ -23,18 +23,11 @@ from torch import Tensor
 from diffcoll.core.errors import message
 from diffcoll.testing.harness.batch import Batch, refuse_equal, refuse_unmoved
 from diffcoll.testing.harness.compare import SMALL, Piece, Quantity
-from diffcoll.testing.harness.layout import (
-    RANKS,
-    Placement,
-    Ranks,
-    parsed_placements,
-    partial_axes,
-    refuse_unknown,
-    said_of,
-)
+from diffcoll.testing.harness.layout import Placement, parsed_placements, partial_axes, refuse_unknown, said_of
 from diffcoll.testing.harness.matching import Check, Run
+from diffcoll.testing.harness.mesh import RANKS, Ranks
 from diffcoll.testing.harness.packing import Packed
-from diffcoll.testing.harness.rank import DIRECTIONS, STEPS, Machines, Measured, Task, leaves_of, losses_along
+from diffcoll.testing.harness.rank import DIRECTIONS, STEPS, Machines, Measured, Moved, Task, leaves_of, losses_along
 from diffcoll.testing.numbers import largest, near, numbers, real_inner
 
 _NAME = "check_gradients"
@@ -176,7 +169,7 @@ class Checking(Check):
     def run(self, on: str, ranks: Ranks) -> Run:
         """Measure on the ranks, also their losses along directions, and compare."""
         each = self.on_ranks(on, self._tasks)
-        moved = self._along_directions(on, each)
+        self._moved = moved = self._along_directions(on, each)
         self._refuse_nothing(each, moved)
         compared = partial(self._first_order, moved)
         found = [*self._outputs(each), *compared(each)]
@@ -184,6 +177,11 @@ class Checking(Check):
         if any(task.directions for task in self._tasks):
             found += self._second_order(on, each)
         return Run(on, ranks, self._tasks, each, found, compared, own_losses=not self._once)
+
+    def depends(self, run: Run, q: Quantity) -> bool:
+        """By the differences that were measured."""
+        of_tensor = ((v, d) for v, d in self._moved if q.what == f"gradient of {self._checked[v.leaf]}")
+        return any(d.partials[r] for v, d in of_tensor for r in range(self.ranks.size) if r != v.rank)
 
     # ── what is measured ──
 
@@ -218,7 +216,16 @@ class Checking(Check):
             again = [k for k, doubt in enumerate(doubtful) if doubt]
             if not again:
                 break
+        self._refuse_fast([tried[k] for k in again], floor)
         return list(zip(directions, best, strict=True))
+
+    def _refuse_fast(self, doubtful: Sequence[Sequence[Difference]], floor: float) -> None:
+        """Raise if the differences at the two smallest scales disagree. At a kink they agree, or rounding hides it."""
+        for *_, a, b in doubtful:
+            rounding = 10 * (a.rounding + b.rounding) + floor
+            if abs(a.total - b.total) > _PRECISE * max(abs(a.total), abs(b.total)) + rounding:
+                got, remedy = "a loss that varies too fast: its differences at two scales disagree", "scale its inputs"
+                raise ValueError(message(_NAME, "fn", got, "a loss that is smooth at 1e-6 of its inputs", remedy))
 
     def _directions(self) -> Iterator[Direction]:
         """Yield directions for all ranks' tensors: each number if they are few in all, else random directions."""
@@ -242,7 +249,7 @@ class Checking(Check):
         """Compare the outputs of the ranks, if they should be the same."""
         for i, of_ranks in enumerate(zip(*(m.outputs for m in each if self._once), strict=True)):
             index = torch.arange(of_ranks[0].numel())
-            pieces, what = [[Piece(index, y)] for y in of_ranks], f"output{each[0].numbered(i)}"
+            pieces, what = [[Piece(index, y)] for y in of_ranks], f"output{each[0].paths[i]}"
             yield Quantity(what, "output", of_ranks[0], pieces, self.ranks, largest(of_ranks[0]), _TOLERANCE)
 
     def _first_order(self, moved: Sequence[tuple[Direction, Difference]], each: Sequence[Measured]) -> list[Quantity]:
@@ -261,13 +268,15 @@ class Checking(Check):
                 mine = [k for k, (v, _) in enumerate(held) if v.rank == r or name in self._said]
                 got = torch.tensor([held[k][0].along(m.gradients[leaf]) for k in mine], dtype=torch.double)
                 pieces.append([Piece(torch.tensor(mine), got)] if mine else [])
-            what, axes = f"gradient of {name}", partial_axes(self._said.get(name))
+            what, axes = f"gradient of {name}", partial_axes(self._said.get(name), self.ranks)
             found.append(Quantity(what, "gradient", wanted, pieces, self.ranks, unit, allowed, axes))
         return found
 
     def _second_order(self, on: str, each: Sequence[Measured]) -> Iterator[Quantity]:
         """Compare the Hessian-vector products with finite differences of the gradients."""
-        moved = [self.on_ranks(on, [replace(task, move=k * _STEP) for task in self._tasks]) for k in STEPS]
+        steps = [[Moved(task.directions, k * _STEP) for task in self._tasks] for k in STEPS]
+        tasks = [[replace(t, directions={}, experiment=m) for t, m in zip(self._tasks, s, strict=True)] for s in steps]
+        moved = [self.on_ranks(on, each) for each in tasks]
         wanted = {
             leaf: [_central([ranks[r].gradients[leaf] for ranks in moved], _STEP) for r in range(self.ranks.size)]
             for leaf in self._checked

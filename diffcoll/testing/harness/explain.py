@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from diffcoll.testing.harness.compare import Quantity, scale_of
+from diffcoll.testing.harness.compare import Quantity
 from diffcoll.testing.harness.cuts import Cuts, of_all_ranks
 from diffcoll.testing.harness.differences import differences
-from diffcoll.testing.harness.layout import RANKS, Ranks
-from diffcoll.testing.harness.matching import Check, Matching, OtherShape, Run
-from diffcoll.testing.harness.rank import Measured, losses_along
+from diffcoll.testing.harness.matching import TRAINED, Check, Matching, OtherShape, Run
+from diffcoll.testing.harness.mesh import RANKS, Ranks
+from diffcoll.testing.harness.precision import eps_of
+from diffcoll.testing.harness.rank import Measured, Undetached, Watched, losses_along
 from diffcoll.testing.harness.report import Report, together
 from diffcoll.testing.harness.submodules import first_differences
 from diffcoll.testing.numbers import differentiable, largest, near, numbers, real_inner
@@ -50,14 +51,15 @@ def concluded(check: Check, settings: Sequence[Ranks], on: Sequence[str]) -> Rep
             observed.append(f"right on {first} ranks, wrong on {kind}")
             break
     notes = dict.fromkeys(note for run in runs for note in _notes(run))
-    report = Report(check.name, tuple(run.table for run in runs), notes=tuple(notes))
+    left_out = tuple(dict.fromkeys(words for run in runs for words in _not_compared(run)))
+    report = Report(check.name, tuple(run.table for run in runs), notes=tuple(notes), not_compared=left_out)
     if not wrong:
         return replace(report, condition=_condition(runs))
     observed += _of_runs(runs)
     chosen = min(wrong, key=lambda run: (not run.quantities, len(set(run.ranks.rows)) > 1))
     observed += [str(chosen.error)] * isinstance(chosen.error, OtherShape)
     if chosen.quantities:
-        view = _BesideOne(check, chosen) if isinstance(check, Matching) else _Wrong(check, chosen)
+        view = _BesideOne(check, chosen, runs) if isinstance(check, Matching) else _Wrong(check, chosen, runs)
         observed += view.lines()
         report = replace(report, cuts=tuple(view.cuts), notes=(*notes, *check.notes_on_cuts * bool(view.cuts)))
     by_shape = any(run.quantities and run.setting is not None and run.setting.notes for run in wrong)
@@ -76,28 +78,56 @@ def _attempt(check: Check, on: str, ranks: Ranks, keep: bool) -> Run:
 
 
 def _condition(runs: Sequence[Run]) -> str:
-    """Say what the check has combined of the gradients of parameters."""
-    found: dict[tuple[str, str], None] = {}
+    """Say what the check has combined of the gradients of parameters, where they were not right before."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    every = {q.what for run in runs for q in run.quantities if q.group == "gradient" and not q.of_input}
     for run in runs:
         reduction = run.setting.reduction if run.setting is not None else {}
         for q in run.quantities:
-            if q.group == "gradient" and not q.of_input:
-                found |= {(reduction[a], a): None for a in q.axes if a in reduction and q.ranks.sizes[a] > 1}
+            axes = [a for a in q.axes if a in reduction and q.ranks.sizes[a] > 1]
+            if q.what in every and axes and not q.right(q.combined((), 1.0)):
+                for a in axes:
+                    found.setdefault((reduction[a], a), {})[q.what.removeprefix("gradient of ")] = None
+    some = {name for names in found.values() for name in names}
+    of = f" of {', '.join(some)}" if len(some) < len(every) else ""
     each = [
-        f"{how} over {' and '.join(axes)}"
-        for how, word in (("averaged", "mean"), ("summed", "sum"))
+        f"{how} gradients{of} over {' and '.join(axes)}"
+        for how, word in (("average", "mean"), ("sum", "sum"))
         if (axes := ["the ranks" if a == RANKS else a for w, a in found if w == word])
     ]
-    return f"once gradients are {' and '.join(each)}, which nothing in this program does" if each else ""
+    return f"if you {' and '.join(each)} (wrap the model in DDP, or pass already_reduced)" if each else ""
 
 
 def _notes(run: Run) -> Iterator[str]:
-    """Yield what was taken for granted, and the values that are off while all gradients are right."""
-    yield from run.setting.notes if run.setting is not None else ()
+    """Yield what was taken for granted, and how what the ranks return was combined."""
+    if run.setting is None:
+        return
+    yield from run.setting.notes
     for q in run.quantities:
-        if q.excused:
-            words = f"{q.what}: {scale_of(q, q.ratio(q.compared))} times that of one process; all gradients are right"
-            yield f"{words} ({run.ranks})"
+        if q.note and q.ok:
+            yield f"{q.what}: {q.note}" + f" ({run.ranks})" * (q.group == "value")
+
+
+def _not_compared(run: Run) -> Iterator[str]:
+    """Yield what the verdict says nothing of."""
+    if run.setting is None:
+        return
+    frozen = [s.name for s in run.setting.spans if s.kind == "parameter" and s.first and not s.tensor.requires_grad]
+    held = [h for mine in run.setting.held for h in mine]
+    padded = [h.name for h in held if not h.is_new and bool((h.index < 0).any())]
+    anew = [h.name for h in held if h.write is not None]
+    hidden = [q.what for q in run.quantities if not q.decided]
+    for names, words in (
+        (frozen, "frozen: they have no gradient"),
+        (padded, "the numbers that pad it"),
+        (anew, "its first numbers: shard makes it anew, and the check writes those of one process"),
+        (hidden, "not decided: rounding hides it"),
+    ):
+        yield from together((name, words) for name in dict.fromkeys(names))
+    trained = [(v.seen, q.what) for q in run.quantities if q.group in TRAINED for v in q.verdicts.values()]
+    seen, what = max(trained, default=(0.0, ""))
+    if seen > 1e-3:  # what rounding hides
+        yield f"factors within {run.setting.tolerance:.1g} of 1, and of the {what} within {seen:.1g}"
 
 
 def _of_runs(runs: Sequence[Run]) -> Iterator[str]:
@@ -112,12 +142,13 @@ def _of_runs(runs: Sequence[Run]) -> Iterator[str]:
 
 
 class _Wrong:
-    """A run that is wrong, whatever it is compared with."""
+    """A run that is wrong, whatever it is compared with; `runs` are all."""
 
     reference, fallback = "the derivative of the losses", "not proportional to the derivative of the losses"
 
-    def __init__(self, check: Check, run: Run) -> None:
+    def __init__(self, check: Check, run: Run, runs: Sequence[Run]) -> None:
         self.check, self.run, self.ranks = check, run, run.ranks
+        self.others = [each for each in runs if each is not run]
         self.wrong = [q for q in run.quantities if not q.ok]
         self.gradients = [q for q in self.wrong if q.group == "gradient"]
         #: Those whose numbers are looked at.
@@ -152,6 +183,9 @@ class _Wrong:
             empty = all(self.ranks.rows and not self.ranks.rows[r] for r in bad)
             yield f"not finite on rank {self._named(bad)}{', which has no rows' * empty}"
             return
+        if q.group == "start":
+            yield "the ranks that have the same piece start with other numbers"
+            return
         if q.most_allowed is None:
             yield "the loss is not differentiable here: its two sides have other slopes"
             return
@@ -173,37 +207,59 @@ class _Wrong:
         ratio = q.ratio(q.compared)
         if ratio is None or abs(ratio - 1) < 1e-7:
             return None
-        scale = scale_of(q, ratio)
+        scales = self._scales(q, ratio)
         share = next((words for words, part in self.shares.items() if math.isclose(ratio, part, rel_tol=1e-6)), None)
         many = int((q.wanted.abs() > 1e-6 * (q.unit or 1)).sum()) > 1
-        if not (many or scale or (q.group == "value" and share)):
+        if not (many or scales or (q.group == "value" and share)):
             return None
         size = f"{ratio:.4g}" if abs(ratio - 1) > 1e-3 else f"1 + {ratio - 1:.1e}"
-        size += f" = {scale}" if scale else ""
+        size += f" = {' or '.join(scales)}" if scales else ""
         words = f"{size} times {self.reference}"
         if q.group == "move":
             words = f"moved {size} times as far as on one process"
         for axis, how in self.reduction.items() if q.axes or q.of_input else ():
-            other = "sum" if how == "mean" else "mean"
-            if math.isclose(ratio, self.ranks.sizes[axis] ** (1 if how == "sum" else -1), rel_tol=1e-6):
+            other, axis_words = "sum" if how == "mean" else "mean", "N" if axis == RANKS else f"the size of {axis}"
+            if [*scales] == [axis_words if how == "sum" else f"1/{axis_words}"]:
                 return f'{words}, exact under "{other}" over {_axis(axis)}'
         return f"{words}, which is {share}" if share else words
 
+    def _scales(self, q: Quantity, ratio: float) -> dict[str, None]:
+        """Return the powers of sizes of axes, in words, that fit this ratio, and those of all other runs."""
+        each = [(self.ranks, ratio)]
+        for run in self.others:
+            for other in (p for p in run.quantities if p.what == q.what):
+                of_other = 1.0 if other.ok else other.ratio(other.compared)
+                each += [(run.ranks, of_other)] if of_other is not None else []
+        close = max(1e-6, 2 * (q.most_allowed or 0.0))
+        found = dict[str, None]()
+        for words in self.ranks.in_words:
+            for power, of_size in {1: words, -1: f"1/{words}", 2: f"{words}²", -2: f"1/{words}²"}.items():
+                sizes = [float(ranks.in_words.get(words, 1)) ** power for ranks, _ in each]
+                if all(math.isclose(r, size, rel_tol=close) for size, (_, r) in zip(sizes, each, strict=True)):
+                    found[of_size] = None
+        return found
+
     def _reduced(self, q: Quantity) -> str | None:
-        """Say which other reduction over ranks makes it right."""
-        free = self.ranks.axes
+        """Say which other reduction over ranks makes it right; of one number, in all runs."""
+        others = [p for run in self.others for p in run.quantities if p.what == q.what and not p.ok]
+        found = self._reductions(q)
+        for other in others if q.wanted.numel() < 2 else ():
+            found &= self._reductions(other)
+        return min(found, key=len, default=None)
+
+    def _reductions(self, q: Quantity) -> set[str]:
+        free, found = q.ranks.axes, set[str]()
         for axes in itertools.chain(*(itertools.combinations(free, k) for k in range(1, len(free) + 1))):
-            if q.group in ("state", "move") or q.wanted.numel() < 2 or set(axes) == set(q.axes).intersection(free):
+            if q.group in ("state", "move", "start") or set(axes) == set(q.axes).intersection(free):
                 continue
             averaged = [a for a in axes if self.reduction.get(a) == "mean" and a in q.axes]
-            factor = q.factor if q.of_input else 1 / math.prod(self.ranks.sizes[a] for a in averaged)
-            ratio = q.ratio(q.combined(axes, factor)) or 0.0
-            more = [a for a in axes if a not in averaged]
-            mean = math.isclose(ratio, math.prod(self.ranks.sizes[a] for a in more), rel_tol=1e-6)
-            if mean or math.isclose(ratio, 1, rel_tol=1e-6):
-                how = "a mean" if mean else "a sum"
-                return f"right after {how} over {' and '.join(map(_axis, axes))}"
-        return None
+            factor = q.factor if q.of_input else 1 / math.prod(q.ranks.sizes[a] for a in averaged)
+            mean = factor / math.prod(q.ranks.sizes[a] for a in axes if a not in averaged)
+            for how, times in (("a sum", factor), ("a mean", mean)):
+                if q.right(q.combined(axes, times)):
+                    is_mean = how == "a mean" or len(averaged) == len(axes)
+                    found.add(f"right after {'a mean' if is_mean else how} over {' and '.join(map(_axis, axes))}")
+        return found
 
     def _weighted(self, q: Quantity) -> str | None:
         """Say which weights of the ranks make it right."""
@@ -256,6 +312,7 @@ class _Wrong:
         n = self.ranks.size
         if not self.gradients or not self.run.own_losses or n == 1:
             return
+        dependent = [q.what for q in self.gradients[:_MOST] if self.check.depends(self.run, q)]
         #: By gradient: on which ranks it is not zero, for each rank whose loss counts.
         reached: dict[str, list[list[bool]]] = {}
         for q in range(n):
@@ -264,7 +321,7 @@ class _Wrong:
                 some = [any(bool(p.got.any()) for p in mine) for mine in found.pieces]
                 reached.setdefault(found.what, []).append(some)
         lines = []
-        for what in (q.what for q in self.gradients):
+        for what in dependent:
             lost = [q for q, some in enumerate(reached[what]) if not any(some)]
             if not any(some[r] for q, some in enumerate(reached[what]) for r in range(n) if q != r):
                 lines += [(what, "no other rank's loss reaches it")] * (len(lost) < n)
@@ -275,21 +332,30 @@ class _Wrong:
     def _undetached(self) -> Iterator[str]:
         """What is right if the user's calls of detach() keep the graph."""
         if self.gradients and any(self.cuts.values()):
-            right = {q.what for q in self.run.compared(self._again(undetached=True)) if q.ok}
+            right = {q.what for q in self.run.compared(self._again(experiment=Undetached())) if q.ok}
             words = "right if the calls of detach() and .data below keep the graph"
             yield from together((q.what, words) for q in self.gradients if q.what in right)
 
     @cached_property
     def watched(self) -> list[Measured]:
         """The ranks' results with a record of graph cuts and submodules."""
-        return self._again(watched=True)
+        return self._again(experiment=Watched())
 
     @cached_property
     def cuts(self) -> Cuts:
-        """Where tensors leave the graph of a forward."""
+        """Where tensors leave the graph of a forward; of calls of detach(), those that change a gradient."""
         with contextlib.suppress(Exception):
-            return of_all_ranks(m.cuts for m in self.watched)
+            found = of_all_ranks(m.cuts for m in self.watched)
+            detached = [line for line, is_detached in found.items() if is_detached][:_MOST]
+            idle = [line for line in detached if not self._matters(line)]
+            return {line: is_detached for line, is_detached in found.items() if line not in idle}
         return {}
+
+    def _matters(self, line: str) -> bool:
+        """Whether a gradient changes if this call of detach() keeps the graph."""
+        again = self._again(experiment=Undetached(frozenset([line])))
+        pairs = zip(again, self.run.measured, strict=True)
+        return any(not near(a, b) for m, n in pairs for a, b in zip(m.gradients, n.gradients, strict=True))
 
     def _orders(self) -> Iterator[str]:
         if self.wrong and all(q.group == "second order" for q in self.wrong):
@@ -301,8 +367,8 @@ class _BesideOne(_Wrong):
 
     reference, fallback = "that of one process", "other numbers than on one process"
 
-    def __init__(self, matching: Matching, run: Run) -> None:
-        super().__init__(matching, run)
+    def __init__(self, matching: Matching, run: Run, runs: Sequence[Run]) -> None:
+        super().__init__(matching, run, runs)
         assert run.setting is not None
         self.matching, self.setting, self.batch = matching, run.setting, run.setting.batch
         self.explained, self.reduction = self.wrong, run.setting.reduction
@@ -322,8 +388,8 @@ class _BesideOne(_Wrong):
 
     def _of_submodules(self) -> Iterator[str]:
         """The first submodules that differ."""
-        if self.matching.of_module and any(q.group not in ("state", "move") for q in self.wrong):
-            whole = self.matching.whole(self.batch, watched=True).traces
+        if self.matching.of_module and any(q.group not in ("state", "move", "start") for q in self.wrong):
+            whole = self.matching.whole(self.batch, experiment=Watched()).traces
             means = [self.ranks.sizes[a] for a, how in self.reduction.items() if how == "mean"]
             factors = [1.0, float(math.prod(means))]
             tensors = {span.name: span.tensor.detach().cpu() for span in self.matching.of_module}
@@ -331,23 +397,29 @@ class _BesideOne(_Wrong):
 
     def _of_forward(self) -> Iterator[str]:
         """Whether backward gives the derivative of what the ranks return, along a random direction of each tensor."""
-        h = 1e-4
-        wrong = [q for q in self.gradients if q.of_input or {*self.ranks.axes} <= {*q.axes}][:_MOST]
-        precise = all(q.wanted.dtype in (torch.double, torch.complex128) for q in self.gradients)
-        if not wrong or not precise or not self.run.own_losses:
+        h, sizes = 1e-4, self.ranks.sizes
+        wrong = [q for q in self.gradients if q.group == "gradient"][:_MOST]
+        if any(m.own_backward for m in self.run.measured) or eps_of(self.matching.precision(self.batch)) > 1e-12:
             return
         along = [numbers(tuple(q.wanted.shape), q.wanted.dtype, q.leaf, 0, 5) for q in wrong]
         each = [{q.leaf: h * v} for q, v in zip(wrong, along, strict=True)]
         per_rank = [[self.setting.along(direction, r) for direction in each] for r in range(self.ranks.size)]
         losses = self.matching.on_ranks(self.run.on, self.run.tasks, losses_along, per_rank, range(self.ranks.size))
+        count = math.prod(n for axis, n in sizes.items() if axis not in self.reduction)  # a loss that all have
+        mean = math.prod(sizes[axis] for axis, how in self.reduction.items() if how == "mean")
+        found = differences(self.run.measured, losses, [h] * len(wrong), count)
         lines = []
-        for q, v, wanted in zip(wrong, along, differences(self.run.measured, losses, [h] * len(wrong)), strict=True):
-            got = sum(float(real_inner(v.flatten()[p.index], p.got)) for mine in q.pieces for p in mine)
-            scale = max(abs(wanted.total), abs(got), 1e-6 * largest(q.wanted))
+        for q, v, difference in zip(wrong, along, found, strict=True):
+            of_ranks, of_one = difference.total / mean, float(real_inner(v, q.wanted))
+            copies = torch.bincount(torch.cat([c.index.flatten() for c in q.compared]), minlength=v.numel())
+            total = sum(float(real_inner((v.flatten() / copies)[c.index], c.got.to(v.dtype))) for c in q.compared)
+            scale = max(abs(of_ranks), abs(total), 1e-6 * largest(q.wanted))
             words = "backward does not give the derivative of what the ranks return"
-            if abs(got - wanted.total) < 1e-6 * scale:
+            if abs(total - of_ranks) < 1e-6 * scale:
+                if abs(of_ranks - of_one) < 1e-6 * scale:
+                    continue
                 words = "backward gives the derivative of what the ranks return; it is the forward that differs"
-            lines += [(q.what, words)] * (wanted.rounding < 1e-6 * scale)
+            lines += [(q.what, words)] * (difference.rounding < 1e-6 * scale * mean)
         yield from together(sorted(lines, key=lambda line: "does not" in line[1]))
 
     def _of_one_process(self) -> Iterator[str]:
@@ -355,10 +427,6 @@ class _BesideOne(_Wrong):
         a, b = (self.matching.on_one(self.batch.part(), seed, backward=False).outputs for seed in (0, 1))
         if not all(near(x, y) for x, y in zip(a, b, strict=True)):
             yield "one process itself returns other numbers with another seed: random numbers, such as dropout"
-            return
-        noise = self.matching.noise(self.run)
-        words = "one process has as large a difference with other last digits of its inputs"
-        yield from together((q.what, words) for q in self.wrong if noise.get(q.what, 0.0) > 0.1 * q.error)
 
 
 def _not_finite(q: Quantity) -> list[int]:

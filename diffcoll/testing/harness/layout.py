@@ -1,125 +1,24 @@
-"""Which numbers of a whole tensor each rank holds: their flat positions, in the shape of what the rank has.
-
-The positions of a batch are those of the placements that the user states. Those of a module are found: a float64 copy
-of it is filled with consecutive integers, the user's function shards the copy, and the integers that a rank then has
-say which numbers of which tensor they are, whatever the function has cut, merged, interleaved, padded or renamed.
-"""
+"""What each rank holds of a tensor by what the user states, or by its shapes: flat positions in the whole tensor."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from diffcoll.core import expect
 from diffcoll.core.errors import message
-from diffcoll.core.torch_private.fsdp import groups_of_fsdp
+from diffcoll.testing.harness.mesh import NAME, Coordinates, Ranks
 from diffcoll.testing.numbers import largest
 
-#: What errors begin with.
-NAME = "assert_matches_single_process"
-#: The axis of a run whose ranks have rows of the batch.
-RANKS = "ranks"
-#: The number that is written for position 0; modules are initialized with smaller ones.
-_FIRST = 2**23
-#: Up to which integer the numbers of a dtype are exact.
-_EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.int64: 2**53, torch.int32: 2**31}
-
-#: A placement of torch.distributed.tensor, or a function (whole, {axis: coordinate}) -> piece.
+#: A placement of torch.distributed.tensor, a function (whole, {axis: coordinate}) -> piece, or a tuple of such.
 Placement: TypeAlias = Any
-
-
-# ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Coordinates(dict[str, int]):
-    """The coordinates {axis: coordinate} of a rank. `mesh` has the sizes of the axes."""
-
-    def __init__(self, at: Mapping[str, int], mesh: Mapping[str, int]) -> None:
-        super().__init__(at)
-        self.mesh = dict(mesh)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of a run: a mesh, whose last axis varies fastest; or one axis, along which the rows are divided."""
-
-    sizes: dict[str, int]
-    #: The rows of each rank; (): the placements say what each rank has.
-    rows: tuple[int, ...] = ()
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return math.prod(self.sizes.values())
-
-    @property
-    def axes(self) -> list[str]:
-        """The axes along which there are several ranks."""
-        return [axis for axis, n in self.sizes.items() if n > 1]
-
-    def __str__(self) -> str:
-        if [*self.sizes] == [RANKS]:
-            return f"rows {', '.join(map(str, self.rows))}" if self.rows else ""
-        return f"mesh {', '.join(f'{axis}={n}' for axis, n in self.sizes.items())}"
-
-    def at(self, rank: int) -> Coordinates:
-        """Return the coordinates of a rank."""
-        found = {}
-        for axis, n in reversed(self.sizes.items()):
-            rank, found[axis] = divmod(rank, n)
-        return Coordinates({axis: found[axis] for axis in self.sizes}, self.sizes)
-
-    def along(self, axes: Sequence[str], rank: int) -> list[int]:
-        """Return the ranks whose coordinates are those of this rank but for these axes, in order."""
-        fixed = {axis: i for axis, i in self.at(rank).items() if axis not in axes}
-        return [r for r in range(self.size) if fixed.items() <= self.at(r).items()]
-
-    def named(self, rank: int) -> str:
-        """Return the rank, or on a mesh of several axes its coordinates, in words."""
-        if len(self.sizes) == 1:
-            return str(rank)
-        return " ".join(f"{axis}={i}" for axis, i in self.at(rank).items() if self.sizes[axis] > 1)
-
-    def axes_of(self, group: Sequence[int]) -> tuple[str, ...] | None:
-        """Return the axes along which these are all the ranks; None: the group is along no axes."""
-        for k in range(1, len(self.sizes) + 1):
-            for axes in itertools.combinations(self.sizes, k):
-                if sorted(group) == self.along(axes, group[0]):
-                    return axes
-        return None
-
-
-def parsed_ranks(ranks: object) -> list[Ranks]:
-    """Return the runs that the argument `ranks` asks for."""
-    each = [ranks] if _is_run(ranks) else ranks
-    if not isinstance(each, Sequence) or not each or not all(map(_is_run, each)):
-        expected = 'the rows of each rank, such as (5, 3), the axes of a mesh, such as {"dp": 2}, or a list of such'
-        raise TypeError(message(NAME, "ranks", repr(ranks), expected))
-    found = []
-    for one in each:
-        is_mesh = isinstance(one, Mapping)
-        numbers = list(one.values() if is_mesh else one)
-        if min(numbers, default=-1) < is_mesh or not any(numbers):
-            expected = "rows, not negative and not all zero, or axes, each with at least one rank"
-            raise ValueError(message(NAME, "ranks", repr(one), expected))
-        found.append(Ranks(dict(one)) if is_mesh else Ranks({RANKS: len(numbers)}, tuple(numbers)))
-    return found
-
-
-def _is_run(one: object) -> bool:
-    """Whether these are rows of ranks, or a mesh."""
-    if isinstance(one, Mapping):
-        return all(isinstance(axis, str) for axis in one) and _is_run(list(one.values()))
-    return isinstance(one, Sequence) and all(isinstance(k, int) and not isinstance(k, bool) for k in one)
 
 
 # ── placements ───────────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +34,8 @@ def parsed_placements(operation: str, placements: object, axes: Sequence[str]) -
         expected = "placements by the name of a tensor, or a pattern"
         raise TypeError(message(operation, "placements", repr(placements), expected))
     for name, said in placements.items():
-        of_axes = isinstance(said, Mapping) and all(callable(p) or isinstance(p, Known) for p in said.values())
+        each = itertools.chain(*map(_each, said.values())) if isinstance(said, Mapping) else ()
+        of_axes = isinstance(said, Mapping) and all(callable(p) or isinstance(p, Known) for p in each)
         if not (of_axes or callable(said)):
             expected = "by axis, Shard(dim), Replicate() or Partial(), or a function (whole, {axis: i}) -> piece"
             raise TypeError(message(operation, f"placements[{name!r}]", repr(said), expected))
@@ -162,11 +62,17 @@ def refuse_unknown(operation: str, placements: Mapping[str, Placement], known: S
             raise ValueError(message(operation, "placements", repr(key), f"one of {', '.join(known)}"))
 
 
-def partial_axes(said: Placement | None) -> tuple[str, ...]:
+def _each(said: Placement) -> tuple[Placement, ...]:
+    """Return what is said of one axis: one placement or several."""
+    return said if isinstance(said, tuple) else (said,)
+
+
+def partial_axes(said: Placement | None, ranks: Ranks) -> tuple[str, ...]:
     """Return the axes along which a placement says that ranks have parts of a sum."""
     from torch.distributed.tensor import Partial
 
-    return tuple(axis for axis, p in said.items() if isinstance(p, Partial)) if isinstance(said, Mapping) else ()
+    of_axes = said if isinstance(said, Mapping) else {}
+    return tuple(a for a, p in of_axes.items() if a in ranks.sizes and any(isinstance(x, Partial) for x in _each(p)))
 
 
 def placed(name: str, whole: Tensor, said: Placement | None, ranks: Ranks) -> list[Tensor]:
@@ -181,7 +87,8 @@ def _piece(name: str, x: Tensor, said: Placement | None, at: Coordinates) -> Ten
     """Return the piece of one rank. Shard divides as `torch.chunk` does, so the last ranks may have less."""
     from torch.distributed.tensor import Shard
 
-    for axis, placement in said.items() if isinstance(said, Mapping) else [("", said)]:
+    of_axes = said.items() if isinstance(said, Mapping) else [("", said)]
+    for axis, placement in ((a, p) for a, each in of_axes if a in ("", *at.mesh) for p in _each(each)):
         if isinstance(placement, Shard):
             dim, n = placement.dim, at.mesh[axis]
             if not -x.dim() <= dim < x.dim():
@@ -197,13 +104,6 @@ def _piece(name: str, x: Tensor, said: Placement | None, at: Coordinates) -> Ten
                 raise TypeError(message(NAME, f"placements[{name!r}]", got, "the piece of the whole, a tensor"))
             x = found
     return x
-
-
-def split_axes(held: Sequence[Tensor], ranks: Ranks) -> list[str]:
-    """Return the axes along which ranks hold other positions, given those of each rank."""
-    sets = [torch.unique(index) for index in held]
-    pairs = [(r, s) for r in range(ranks.size) for s in range(r) if not torch.equal(sets[r], sets[s])]
-    return [axis for axis in ranks.sizes if any(s in ranks.along([axis], r) for r, s in pairs)]
 
 
 # ── what the shapes of tensors leave open ────────────────────────────────────────────────────────────────
@@ -267,10 +167,11 @@ def settled_output(name: str, whole: Tensor, got: Sequence[Tensor], said: Placem
 
     def distance(fit: Fit) -> float:
         pieces = zip(got, fit.index, strict=True)
-        return max(largest(x.to(whole.dtype) - whole.flatten()[i]) for x, i in pieces if i is not None)
+        dtype = torch.double if whole.dtype == torch.bool else whole.dtype
+        return max(largest(x.to(dtype) - whole.flatten()[i].to(dtype)) for x, i in pieces if i is not None)
 
     ways = ways_of(name, whole, [x.shape for x in got], said, ranks)
-    return min(ways, key=distance) if len(ways) > 1 and whole.dtype != torch.bool else next(iter(ways), None)
+    return min(ways, key=distance) if len(ways) > 1 else next(iter(ways), None)
 
 
 # ── the numbers of a module ──────────────────────────────────────────────────────────────────────────────
@@ -329,154 +230,3 @@ def spans(module: nn.Module) -> list[Span]:
             found.append(Span(unwrapped(module, name), kind, starts.setdefault(id(x), end), x, first))
             end = max(end, found[-1].end)
     return found
-
-
-def _holds(x: Tensor, total: int) -> bool:
-    """Whether a tensor's numbers may be positions."""
-    return _FIRST + total <= _EXACT.get(x.dtype, 0) and x.layout == torch.strided and not x.is_meta
-
-
-def filled(module: nn.Module) -> int:
-    """Write the positions of its numbers into a module, in float64; return how many there are."""
-    each = spans(module.double())
-    total = max((span.end for span in each), default=0)
-    with torch.no_grad():
-        for span in each:
-            if _holds(span.tensor, total):
-                span.tensor.copy_(_FIRST + torch.arange(span.start, span.end).view(span.tensor.shape))
-    return total
-
-
-def _positions(x: Tensor, total: int) -> Tensor:
-    """Return the positions that a tensor's numbers are; −1 where one is none."""
-    if not _holds(x, total):
-        return torch.full(x.shape, -1)
-    position = x.cpu().double() - _FIRST
-    ok = (position == position.round()) & (position >= 0) & (position < total)
-    return torch.where(ok, position, -1.0).long()
-
-
-class FreshIsNan(TorchFunctionMode):
-    """Fills memory that nobody has written to with NaN: it may hold old integers."""
-
-    _MAKE = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x = func(*args, **(kwargs or {}))
-        if func in self._MAKE and x.is_floating_point() and not x.is_meta:
-            with torch.no_grad():
-                x.detach().fill_(math.nan)
-        return x
-
-
-# ── the positions of a sharded module ────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Held:
-    """A tensor of one rank's module."""
-
-    name: str
-    #: Positions among the numbers of the whole module, −1 where there is none.
-    index: Tensor
-    requires_grad: bool = True
-    #: Groups of ranks over which something reduces the gradient.
-    groups: tuple[tuple[int, ...], ...] = ()
-    #: Whether this is the first name of a tied tensor.
-    first: bool = True
-    #: The numbers of the whole, to be written into it, if the user's function has made it anew.
-    write: Tensor | None = None
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it holds no number of the whole."""
-        return self.index.numel() > 0 and bool((self.index < 0).all())
-
-    def written(self, span: Span, index: Tensor | None) -> Held:
-        """Return it with the numbers at these positions of a tensor of the whole."""
-        if index is None:
-            return self
-        return replace(self, index=index + span.start, write=span.tensor.detach().flatten()[index])
-
-
-def local(x: Any) -> Tensor:
-    """Return this rank's numbers of a tensor, which may be a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    found: Tensor = x.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
-
-
-def held_on_rank(module: nn.Module, total: int) -> list[Held]:
-    """Return what this rank holds of so many numbers, which are their positions."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor, Replicate
-
-    groups: dict[int, list[Any]] = {}
-    for each in module.modules():
-        is_ddp, is_fsdp = (isinstance(each, c) for c in (nn.parallel.DistributedDataParallel, FullyShardedDataParallel))
-        for p in each.parameters() if is_ddp or is_fsdp else ():
-            groups.setdefault(id(p), []).extend([each.process_group] if is_ddp else groups_of_fsdp(each))
-    found: list[Held] = []
-    for span in spans(module):
-        x, of_tensor = span.tensor, list(groups.get(id(span.tensor), ()))
-        if isinstance(x, DTensor):
-            mesh = x.device_mesh
-            replicated = [d for d, p in enumerate(x.placements) if isinstance(p, Replicate) and mesh.size(d) > 1]
-            of_tensor += [mesh.get_group(d) for d in replicated]
-        of_ranks = sorted({tuple(dist.get_process_group_ranks(group)) for group in of_tensor})
-        found.append(Held(span.name, _positions(local(x), total), x.requires_grad, tuple(of_ranks), span.first))
-    return found
-
-
-def settled(
-    whole: Sequence[Span], each: Sequence[Sequence[Held]], placements: Mapping[str, Placement], ranks: Ranks
-) -> tuple[list[list[Held]], list[str]]:
-    """Return what each rank holds of a module, and notes of what was taken from shapes.
-
-    Raises:
-        ValueError: a tensor holds no number of the whole and nothing says what it is, or a number twice; a reducer's
-            group is along no axes; a parameter of the whole is on no rank.
-    """
-    for held in itertools.chain(*each):
-        known = held.index[held.index >= 0]
-        if len(known) != len(torch.unique(known)):
-            got = f"a tensor {held.name} that holds a number of the whole twice"
-            raise ValueError(message(NAME, "shard", got, "each number once"))
-        for group in held.groups:
-            if ranks.axes_of(group) is None:
-                got = f"a reducer of {held.name} whose group is ranks {list(group)}"
-                raise ValueError(message(NAME, "shard", got, f"the ranks along axes of {ranks}"))
-    found, notes = [list(mine) for mine in each], []
-    of_name = {span.name: span for span in whole}
-    for name, trained in {h.name: h.requires_grad for h in itertools.chain(*each) if h.is_new}.items():
-        span = of_name.get(name)
-        if span is None and trained:
-            got, expected = f"a module with {name}, made anew", f"names of the whole: {', '.join(of_name)}"
-            raise ValueError(message(NAME, "shard", got, expected, "copy its numbers, or keep its name"))
-        if span is not None:
-            way = _way_of(span, [next((h for h in mine if h.name == name), None) for mine in each], placements, ranks)
-            notes += [f"{name}: taken to be {way.words}, by its shape; placements= may say otherwise"] * bool(way.words)
-            for mine, index in zip(found, way.index, strict=True):
-                mine[:] = [h.written(span, index) if h.name == name and h.is_new else h for h in mine]
-    for span in whole:
-        if span.trained and span.tensor.numel() and not any(span.holds(h.index).any() for mine in found for h in mine):
-            got = f"no {span.name} on any rank"
-            raise ValueError(message(NAME, "shard", got, "every parameter of the whole", "or freeze it in the whole"))
-    return found, notes
-
-
-def _way_of(span: Span, each: Sequence[Held | None], placements: Mapping[str, Placement], ranks: Ranks) -> Fit:
-    """Return how a tensor made anew is divided: as is said, or as its shapes say."""
-    said = said_of(placements, span.name)
-    if isinstance(said, Mapping) and set(said) <= set(partial_axes(said)):
-        said = None  # which divides nothing
-    shapes = [None if held is None else tuple(held.index.shape) for held in each]
-    ways = ways_of(span.name, span.tensor, shapes, said, ranks)
-    if len(ways) != 1:
-        got = f"shapes {', '.join(map(str, dict.fromkeys(shapes)))} of {tuple(span.tensor.shape)} on {ranks}"
-        if ways:
-            got += f", which may be {' or '.join(way.words or 'Replicate' for way in ways)}"
-        remedy = f"copy its numbers in shard, or say what they are in placements[{span.name!r}]"
-        raise ValueError(message(NAME, span.name, got, "one way to divide it", remedy))
-    return ways[0]

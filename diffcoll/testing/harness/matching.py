@@ -12,31 +12,32 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diffcoll.core import expect
 from diffcoll.core.errors import message
 from diffcoll.testing.harness.batch import Batch, refuse_unmoved
-from diffcoll.testing.harness.compare import Asked, Quantity, Setting, quantities, tolerance_of
-from diffcoll.testing.harness.layout import (
-    NAME,
-    RANKS,
-    Fit,
-    Held,
-    Ranks,
-    Span,
-    refuse_unknown,
-    said_of,
-    settled,
-    settled_output,
-    spans,
-    split_axes,
-)
+from diffcoll.testing.harness.compare import Asked, Quantity, Setting, quantities, with_losses_noted
+from diffcoll.testing.harness.fill import Held, settled
+from diffcoll.testing.harness.layout import Fit, Span, refuse_unknown, said_of, settled_output, spans
+from diffcoll.testing.harness.mesh import NAME, RANKS, Ranks
 from diffcoll.testing.harness.packing import Packed, Subject
-from diffcoll.testing.harness.rank import DIRECTIONS, Machines, Measured, Task, layout_on_rank, measured, weight_of
+from diffcoll.testing.harness.precision import SAMPLES, eps_of, least_precise, tolerance_of
+from diffcoll.testing.harness.rank import (
+    DIRECTIONS,
+    STEPS,
+    Machines,
+    Measured,
+    Perturbed,
+    Precision,
+    Task,
+    layout_on_rank,
+    losses_along,
+    measured,
+    weight_of,
+)
 from diffcoll.testing.harness.report import Row, Table
-from diffcoll.testing.numbers import differentiable, numbers
+from diffcoll.testing.numbers import differentiable, largest, near, numbers
 
-#: An error below so many times what is allowed may be rounding.
-_DOUBT = 300.0
+#: Gradients and moves: what training depends on.
+TRAINED = ("gradient", "move")
 
 
 class OtherShape(Exception):
@@ -74,7 +75,8 @@ class Run:
             raised = f"{type(self.error).__name__}: {self.error}"
         n = self.ranks.size
         title = ", ".join(filter(None, (self.on, f"{n} rank{'s' * (n != 1)}", str(self.ranks))))
-        return Table(title, n, tuple(rows), raised)
+        precision = "" if self.setting is None else self.setting.precision
+        return Table(title, n, tuple(rows), precision, raised)
 
 
 @dataclass(eq=False)
@@ -104,6 +106,10 @@ class Check(ABC):
     @abstractmethod
     def run(self, on: str, ranks: Ranks) -> Run:
         """Measure on the ranks, and compare."""
+
+    @abstractmethod
+    def depends(self, run: Run, q: Quantity) -> bool:
+        """Whether a rank's loss depends on another rank's tensor, of whose gradient this is."""
 
     def on_ranks(self, on: str, tasks: Sequence[Task], fn: Callable[..., Any] = measured, *more: Sequence[Any]) -> Any:
         """Measure on the ranks."""
@@ -152,13 +158,12 @@ class Matching(Check):
 
     def _refuse_nothing(self, spans: Sequence[Span], whole: Measured) -> None:
         """Raise if one process has nothing to compare with."""
-        each = list(zip(spans, whole.gradients, whole.state, strict=True))
-        found = [(f"value{whole.numbered(i)}", y) for i, y in enumerate(whole.outputs) if y.dim() == 0]
-        found += [(f"gradient of {span.name}", g) for span, g, _ in each]
+        found = [(f"value{path}", y) for path, y in zip(whole.paths, whole.outputs, strict=True) if y.dim() == 0]
+        found += [(f"gradient of {span.name}", g) for span, g in zip(spans, whole.gradients, strict=True)]
         if bad := [what for what, x in found if differentiable(x) and not x.isfinite().all()]:
             got = f"NaN or infinity in {', '.join(bad)}"
             raise ValueError(message(NAME, "single", got, "finite numbers to compare with", "choose other data"))
-        changed = any(span.kind != "input" and not torch.equal(x, span.tensor.detach().cpu()) for span, _, x in each)
+        changed = any(not torch.equal(a, b) for a, b in zip(whole.before, whole.state, strict=True))
         if not (whole.own_backward or changed or (whole.outputs and not any(whole.has_graph))):
             refuse_unmoved(NAME, "single", spans, [bool(g.any()) for g in whole.gradients])
 
@@ -173,33 +178,29 @@ class Matching(Check):
         reduction = self._reduction(ranks, index)
         whole, spans = self.whole(batch), self.spans(batch)
         self._refuse_nothing(spans, whole)
-        outputs = ["output", *(f"output[{i}]" for i in range(len(whole.outputs)))]
+        outputs = ["output", *(f"output{path}" for path in whole.paths)]
         refuse_unknown(NAME, asked.placements, [*batch.tensors, *(span.name for span in self.of_module), *outputs])
         held, notes = self._held(on, ranks)
         written = [{h.name: h.write for h in mine if h.write is not None} for mine in held]
         parts = [batch.part({name: i[r] for name, i in index.items()}) for r in range(ranks.size)]
-        tasks = [Task(ranks, part, write) for part, write in zip(parts, written, strict=True)]
+        tasks = [Task(ranks, part, write, whole.paths) for part, write in zip(parts, written, strict=True)]
         fits = self._outputs(on, ranks, whole, tasks)
-        tensors = [*batch.tensors.values(), *(span.tensor for span in spans), *whole.outputs]
-        tolerance = asked.tolerance or tolerance_of(tensors)
+        tolerance = asked.tolerance or tolerance_of(self.tensors(batch))
         inputs = [span for span in spans if span.kind == "input"]
         held = [[*(Held(s.name, s.start + index[s.name][r]) for s in inputs), *mine] for r, mine in enumerate(held)]
-        found = Setting(ranks, batch, index, whole, reduction, asked, fits, spans, held, notes, tolerance)
+        dtype = str(least_precise(self.tensors(batch))).removeprefix("torch.")
+        words = f"{dtype}, tolerance {tolerance:.1g}"
+        found = Setting(ranks, batch, index, whole, reduction, asked, fits, spans, held, notes, tolerance, words)
         tasks = [self._weighted(task, found, r) for r, task in enumerate(tasks)]
         return self._settings.setdefault(str(ranks), replace(found, tasks=tasks))
 
     def _reduction(self, ranks: Ranks, index: Mapping[str, list[Tensor]]) -> dict[str, str]:
         """Return how the losses of the ranks combine, by axis."""
-        said = self.asked.rank_reduction
-        found = dict(said) if isinstance(said, Mapping) else dict.fromkeys(ranks.sizes, said)
-        for axis, how in found.items():
-            expect.choice(NAME, "rank_reduction", axis, tuple(ranks.sizes))
-            expect.choice(NAME, "rank_reduction", how, ("mean", "sum"))
-        for axis in self.asked.reduced:
-            expect.choice(NAME, "reduced", axis, tuple(ranks.sizes))
-        if not isinstance(said, Mapping) and not ranks.rows:
-            split = {axis for each in index.values() for axis in split_axes(each, ranks)}
-            found = {axis: said for axis in found if axis in split}
+        said = self.asked.losses
+        found = {a: how for a, how in said.items() if a in ranks.sizes} if isinstance(said, Mapping) else {}
+        if not isinstance(said, Mapping):
+            split = {axis for each in index.values() for axis in ranks.split(each)}
+            found = {axis: said for axis in ranks.sizes if ranks.rows or axis in split}
         others = [axis for axis in ranks.axes if axis not in found]
         if self.asked.order > 1 and others:
             got, expected = f"2 with ranks along {others[0]} that have the same loss", "1"
@@ -212,12 +213,14 @@ class Matching(Check):
         if self.subject.module is None or self.subject.shard is None:
             every = [(torch.arange(s.start, s.end).view(s.tensor.shape), s) for s in self.of_module]
             return [[Held(s.name, index, first=s.first) for index, s in every]] * n, []
-        each = [self.distributed] * n, [ranks] * n
+        each, notes = ([self.distributed] * n, [ranks] * n), []
         try:
             held = self.machines.run(on, layout_on_rank, *each, [True] * n)
-        except Exception:  # it may not bear numbers like these, and then names and shapes have to say what it does
+        except Exception as error:  # it may not bear such numbers, and then names and shapes have to say it
             held = self.machines.run(on, layout_on_rank, *each, [False] * n)
-        return settled(self.of_module, held, self.asked.placements, ranks)
+            notes = [f"shard raised {type(error).__name__} on other numbers: names and shapes say what it does"]
+        found, more = settled(self.of_module, held, self.asked.placements, ranks)
+        return found, notes + more
 
     def _outputs(self, on: str, ranks: Ranks, whole: Measured, tasks: Sequence[Task]) -> list[Fit]:
         """Return the positions of each output; a forward on the ranks shows the shapes of all but numbers."""
@@ -227,7 +230,7 @@ class Matching(Check):
         each = self.on_ranks(on, [replace(task, weights=[None] * len(whole.outputs), backward=False) for task in tasks])
         found = []
         for i, y in enumerate(whole.outputs):
-            name, got = f"output{whole.numbered(i)}", [m.outputs[i] for m in each]
+            name, got = f"output{whole.paths[i]}", [m.outputs[i] for m in each]
             fit = settled_output(name, y, got, said_of(self.asked.placements, name), ranks) if y.dim() else number
             if fit is None:
                 raise OtherShape(name, y, got)
@@ -239,7 +242,7 @@ class Matching(Check):
         weights: list[Tensor | None] = []
         for i, fit in enumerate(setting.outputs):
             weight, index = weight_of(i, setting.whole.outputs), fit.index[r]
-            split = split_axes([torch.arange(0) if j is None else j for j in fit.index], setting.ranks)
+            split = setting.ranks.split([torch.arange(0) if j is None else j for j in fit.index])
             means = [setting.ranks.sizes[axis] for axis in split if setting.reduction.get(axis) == "mean"]
             weights.append(None if weight is None or index is None else math.prod(means) * weight.flatten()[index])
         return replace(task, weights=weights, directions=setting.along(self._directions(setting.spans), r))
@@ -251,24 +254,75 @@ class Matching(Check):
         for i, y in enumerate(setting.whole.outputs):
             of_ranks = [m.outputs[i] for m in each]
             if y.dim() == 0 and any(x.numel() != 1 for x in of_ranks):
-                raise OtherShape(f"output{setting.whole.numbered(i)}", y, of_ranks)
+                raise OtherShape(f"output{setting.whole.paths[i]}", y, of_ranks)
         if not setting.whole.own_backward and any(any(m.has_graph) for m in each) > any(setting.whole.has_graph):
             got, remedy = "a result without a gradient, where the ranks' has one", "remove detach() and no_grad"
             raise ValueError(message(NAME, "single", got, "a result with a gradient to compare with", remedy))
-        own_losses = {*ranks.axes} <= {*setting.reduction} and not any(m.own_backward for m in each)
+        self._refuse_undivided(setting, each)
+        own_losses = not any(m.own_backward for m in each)
         compared = partial(quantities, setting)
         found = Run(on, ranks, setting.tasks, each, compared(each), compared, own_losses, setting)
-        doubtful = [q for q in found.quantities if q.group in ("gradient", "second order") and not q.ok]
-        noise = self.noise(found) if any(q.error < _DOUBT * setting.tolerance for q in doubtful) else {}
-        for q in doubtful if noise else ():
-            least = q.most_allowed or 0.0
-            allowed = max(least, min(10 * noise.get(q.what, 0.0), _DOUBT * least))
-            found.quantities[found.quantities.index(q)] = replace(q, tolerance=allowed)
+        if any(not q.ok and differentiable(q.wanted) and q.error < math.inf for q in found.quantities):
+            samples = self.samples(found)
+            compared = partial(_with_samples, samples, setting)
+            found = replace(found, compared=compared, quantities=compared(each))
+        found.quantities = with_losses_noted(found.quantities, ranks)
+        trained = [q for q in found.quantities if q.group in TRAINED]
+        if trained and all(q.ok for q in found.quantities) and not any(q.decided for q in trained):
+            got = f"{least_precise(self.tensors(setting.batch))}, whose rounding hides every gradient"
+            raise ValueError(message(NAME, "dtype", got, "one in which something is decided", "pass torch.float64"))
         return found
 
-    def noise(self, run: Run) -> dict[str, float]:
-        """Return by how much each quantity changes on one process with the last digits of inputs and parameters."""
+    def depends(self, run: Run, q: Quantity) -> bool:
+        """By moving each rank's tensor alone."""
+        n, setting = run.ranks.size, run.setting
+        assert setting is not None
+        x = setting.spans[q.leaf].tensor
+        eps = eps_of(least_precise(self.tensors(setting.batch)))
+        v = eps ** (1 / 3) * (largest(x) or 1.0) * numbers(tuple(x.shape), x.dtype, q.leaf, 0, 6)
+        each = [[setting.along({q.leaf: v}, r) if r == s else {} for s in range(n)] for r in range(n)]
+        losses = self.on_ranks(run.on, run.tasks, losses_along, each, range(n))
+        moved = torch.tensor(losses).view(n, n, len(STEPS))  # of each rank, by the rank whose tensor is moved
+        change = (moved[..., 0] - moved[..., 1]).abs() > 10 * eps * moved.abs().amax(-1)
+        return bool((change & ~torch.eye(n, dtype=torch.bool)).any())
+
+    def tensors(self, batch: Batch) -> list[Tensor]:
+        """Return the tensors whose dtypes say how precise the program is."""
+        return [*batch.tensors.values(), *(span.tensor for span in self.of_module)]
+
+    def _refuse_undivided(self, setting: Setting, each: Sequence[Measured]) -> None:
+        """Raise if nothing is divided along an axis, and the ranks along it return the same."""
+        ranks, held = setting.ranks, [torch.cat([h.index.flatten() for h in mine]) for mine in setting.held]
+        indices = [*setting.index.values(), held]
+        indices += [[torch.arange(0) if i is None else i for i in fit.index] for fit in setting.outputs]
+        divided = {axis for index in indices for axis in ranks.split(index)}
+        for axis in (axis for axis in ranks.axes if axis not in divided):
+            peers = [(each[r], each[ranks.along([axis], r)[0]]) for r in range(ranks.size)]
+            if all(near(x, y) for a, b in peers for x, y in zip(a.outputs, b.outputs, strict=True)):
+                got, remedy = f"an axis {axis} along which nothing is divided", "see what is divided in placements="
+                expected = f'ranks along {axis} with other rows or parameters, such as {{"x": {{"{axis}": Shard(0)}}}}'
+                raise ValueError(message(NAME, "ranks", got, expected, remedy))
+
+    def precision(self, batch: Batch) -> torch.dtype:
+        """Return the least precise dtype in which one process is seen to compute."""
+        seen = self.whole(batch, experiment=Precision()).dtype
+        dtypes = {least_precise(self.tensors(batch)), seen or torch.float64}
+        return max(dtypes, key=eps_of)
+
+    def samples(self, run: Run) -> dict[str, tuple[Tensor, ...]]:
+        """Return what one process has of each quantity with other last digits of inputs, parameters and buffers."""
         assert run.setting is not None
-        jittered = replace(run.setting, whole=self.whole(run.setting.batch, jitter=True))
-        wanted = {q.what: q.wanted for q in quantities(jittered, run.measured)}
-        return {q.what: q.distance(wanted[q.what]) for q in run.quantities if q.what in wanted}
+        batch, found = run.setting.batch, dict[str, tuple[Tensor, ...]]()
+        eps = eps_of(self.precision(batch))
+        for k in range(SAMPLES):
+            jittered = replace(run.setting, whole=self.whole(batch, experiment=Perturbed(k, eps)))
+            for q in quantities(jittered, run.measured):
+                found[q.what] = (*found.get(q.what, ()), q.wanted)
+        return {what: each for what, each in found.items() if len(each) == SAMPLES}
+
+
+def _with_samples(
+    samples: Mapping[str, tuple[Tensor, ...]], setting: Setting, each: Sequence[Measured]
+) -> list[Quantity]:
+    """Return what is compared, judged by the rounding of one process."""
+    return [replace(q, samples=samples.get(q.what, ())) for q in quantities(setting, each)]

@@ -48,6 +48,8 @@ class Packed:
         found: Subject = load(self.data)
         if found.module is not None and self.dtype is not None:
             found.module.to(self.dtype)
+            for each in found.module.modules():  # also what it keeps as attributes
+                vars(each).update({k: x.to(self.dtype) for k, x in vars(each).items() if _is_constant(x)})
         return found
 
 
@@ -101,6 +103,10 @@ def _refuse(name: str, module: Any, dtype: torch.dtype | None) -> None:
         if has_hooks(p):
             got, expected = f"parameter {which} with hooks on its gradient", "none, since copies have no such hooks"
             raise ValueError(message(name, "module", got, expected, "register them in the function, or in shard"))
+
+
+def _is_constant(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and not x.requires_grad
 
 
 def _modules_of(fn: Callable[..., Any]) -> Iterator[ModuleType]:

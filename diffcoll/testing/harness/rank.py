@@ -13,7 +13,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,16 @@ from torch import Tensor, nn
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import leaves_of_graph
-from diffcoll.core.trees import tree_flatten
+from diffcoll.core.trees import tree_flatten, tree_paths
 from diffcoll.engines.devices import device_of_backend
 from diffcoll.engines.rank_state import seed_rank
 from diffcoll.testing.failures import RanksFailedError
 from diffcoll.testing.harness.cuts import Cuts, Detaches, recorded
-from diffcoll.testing.harness.layout import NAME, FreshIsNan, Held, Ranks, filled, held_on_rank, local, spans
+from diffcoll.testing.harness.fill import Code, Held, held_on_rank, local
+from diffcoll.testing.harness.layout import spans
+from diffcoll.testing.harness.mesh import NAME, Ranks
 from diffcoll.testing.harness.packing import Packed, Subject
+from diffcoll.testing.harness.precision import Seen
 from diffcoll.testing.harness.submodules import Traces, traced
 from diffcoll.testing.numbers import differentiable, numbers, real_inner
 from diffcoll.testing.simulate import simulate
@@ -40,22 +44,28 @@ STEPS = (1, -1, 2, -2)
 
 
 class Machines:
-    """Runs functions on ranks; real processes are started once for a check."""
+    """Runs functions on ranks, with this default dtype; real processes are started once for a check."""
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: float, dtype: torch.dtype | None = None) -> None:
+        self._timeout, self._dtype = timeout, dtype
         self._processes: dict[tuple[str, int], Processes] = {}
 
     def run(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: int = 0) -> list[Any]:
         """Run fn once per rank, on simulated ranks or on processes with a backend."""
         if kind == "simulated":
-            return simulate(fn, *per_rank, seed=seed)
+            before = torch.get_default_dtype()
+            try:  # one for all threads of this process
+                torch.set_default_dtype(self._dtype or before)
+                return simulate(fn, *per_rank, seed=seed)
+            finally:
+                torch.set_default_dtype(before)
         rows = list(zip(*per_rank, strict=True))
         key = kind, len(rows)
         if key not in self._processes:
             self._processes[key] = Processes(len(rows), kind)
         try:
-            return self._processes[key].call(fn, rows, seed=seed, timeout=self._timeout)
+            call = partial(_with_dtype, self._dtype or torch.get_default_dtype(), fn)
+            return self._processes[key].call(call, rows, seed=seed, timeout=self._timeout)
         except RanksFailedError:
             del self._processes[key]
             raise
@@ -64,6 +74,43 @@ class Machines:
         """End the processes."""
         for processes in self._processes.values():
             processes.close()
+
+
+def _with_dtype(dtype: torch.dtype, fn: Callable[..., Any], *given: Any) -> Any:
+    torch.set_default_dtype(dtype)  # of a process that ends with the check
+    return fn(*given)
+
+
+class Moved(NamedTuple):
+    """The tensors are moved along directions first: the inputs, followed by the module's, are numbered so."""
+
+    directions: Mapping[int, Tensor]
+    distance: float
+
+
+class Perturbed(NamedTuple):
+    """The last digits of the tensors are changed first, to see how large rounding is."""
+
+    sample: int
+    eps: float
+
+
+class Undetached(NamedTuple):
+    """Calls of detach() keep the graph, in these lines; None: in all."""
+
+    lines: frozenset[str] | None = None
+
+
+class Watched(NamedTuple):
+    """Graph cuts, and what submodules return, are recorded."""
+
+
+class Precision(NamedTuple):
+    """The least precise dtype of a computation is recorded."""
+
+
+#: How a measurement differs from a plain one.
+Experiment: TypeAlias = Moved | Perturbed | Undetached | Watched | Precision
 
 
 @dataclass(frozen=True)
@@ -75,22 +122,17 @@ class Task:
     part: Any
     #: The numbers to write into tensors that `shard` makes anew, by name.
     write: Mapping[str, Tensor] = field(default_factory=dict)
+    #: The names of the outputs; None: whatever the function returns.
+    paths: Sequence[str] | None = None
     #: The weights of the outputs; None: those that `weight_of` gives for this stream, where shape (1,) is a loss.
     weights: Sequence[Tensor | None] | None = None
     stream: int = 0
     #: What the rank's objective is multiplied by.
     factor: float = 1.0
-    #: Directions v of its tensors: the inputs, followed by those of the module, are numbered in this order.
+    #: Directions v of its tensors, numbered as in `Moved`: the gradients of ⟨v, the gradients⟩ are measured too.
     directions: Mapping[int, Tensor] = field(default_factory=dict)
-    #: How far the tensors are moved along them first; 0: the gradients of ⟨v, the gradients⟩ are measured too.
-    move: float = 0.0
-    #: Whether to change the last digits of the tensors first, to see how large rounding is.
-    jitter: bool = False
     backward: bool = True
-    #: Whether calls of detach() keep the graph.
-    undetached: bool = False
-    #: Whether to record graph cuts, and what submodules return.
-    watched: bool = False
+    experiment: Experiment | None = None
 
 
 @dataclass
@@ -104,17 +146,20 @@ class Measured:
     gradients: list[Tensor]
     #: The same of second order.
     second: list[Tensor]
-    #: The inputs and tensors after the call.
+    #: The inputs and tensors before and after the call.
+    before: list[Tensor]
     state: list[Tensor]
+    #: The first numbers of the tensors that were written.
+    first: dict[str, Tensor]
     #: Whether the function has called backward itself.
     own_backward: bool
     loss: float
+    #: What follows the names of the outputs.
+    paths: list[str]
     cuts: Cuts
     traces: Traces
-
-    def numbered(self, i: int) -> str:
-        """Return what follows the name of an output."""
-        return f"[{i}]" if len(self.outputs) > 1 else ""
+    #: The least precise dtype that was seen.
+    dtype: torch.dtype | None = None
 
     @property
     def scale(self) -> float:
@@ -134,23 +179,31 @@ def weight_of(i: int, outputs: Sequence[Tensor], stream: int = 0) -> Tensor | No
 
 
 def layout_on_rank(packed: Packed, ranks: Ranks, with_positions: bool) -> list[Held]:
-    """Shard a copy of the module whose numbers are their positions, and return what this rank holds."""
-    subject = packed.unpack()
-    assert subject.module is not None
-    total = filled(subject.module) if with_positions else 0
-    with FreshIsNan():
-        module = sharded(subject, ranks)
-    return held_on_rank(module, total)
+    """Shard copies of the module that are filled with the digits of positions, and return what this rank holds."""
+    whole = packed.unpack().module
+    assert whole is not None
+    code = Code.of(spans(whole)) if with_positions else None
+    modules, mesh = [], mesh_of(ranks, whole)
+    for k in range(1 if code is None else code.digits + 1):
+        subject = packed.unpack()
+        assert subject.module is not None
+        if code is not None:
+            code.write(spans(subject.module), k)
+        seed_rank(0, dist.get_rank())
+        modules.append(sharded(subject, mesh))
+    return held_on_rank(spans(whole), code, modules)
 
 
-def sharded(subject: Subject, ranks: Ranks) -> nn.Module:
-    """Return this rank's module."""
-    assert subject.module is not None
-    if subject.shard is None:
-        return subject.module
-    axes, kinds = ranks.sizes, {s.tensor.device.type for s in spans(subject.module)} - {"cpu", "meta"}
+def mesh_of(ranks: Ranks, module: nn.Module) -> Any:
+    """Return the mesh that `shard` gets."""
+    axes, kinds = ranks.sizes, {s.tensor.device.type for s in spans(module)} - {"cpu", "meta"}
     device = kinds.pop() if kinds else device_of_backend(dist.get_backend())  # DTensor moves pieces to that of the mesh
-    mesh = dist.device_mesh.init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return dist.device_mesh.init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def sharded(subject: Subject, mesh: Any) -> nn.Module:
+    """Return this rank's module."""
+    assert subject.module is not None and subject.shard is not None
     module = subject.shard(subject.module, mesh)
     if not isinstance(module, nn.Module):
         raise TypeError(message(NAME, "shard", f"a function that returned {type(module).__name__}", "a module"))
@@ -161,50 +214,75 @@ def measured(packed: Packed, task: Task) -> Measured:
     """Run the function on this rank; all ranks run it."""
     with contextlib.ExitStack() as stack:
         subject = packed.unpack()
-        module = None if subject.module is None else sharded(subject, task.ranks)
+        module = subject.module
+        if module is not None and subject.shard is not None:
+            module = sharded(subject, mesh_of(task.ranks, module))
         inputs, named = leaves_of(task.part), [] if module is None else spans(module)
         tensors = [*inputs, *(span.tensor for span in named)]
+        for span in named:
+            span.tensor.grad = None
+        held = {span.name: local(span.tensor) for span in named if span.name in task.write}
+        first = {name: x.cpu().clone() for name, x in held.items()}
         with torch.no_grad():
-            for span in named:
-                span.tensor.grad = None
-                if span.name in task.write:
-                    local(span.tensor).copy_(task.write[span.name])
-            for k, v in task.directions.items() if task.move else ():
-                local(tensors[k]).add_(task.move * v.to(local(tensors[k])))
-            for x in filter(differentiable, tensors) if task.jitter else ():
-                change = numbers(tuple(x.shape), x.dtype, 0, 0, JITTER)
-                x.mul_(1 + torch.finfo(x.dtype).eps * change.to(x.device))
+            for name, x in held.items():
+                x.copy_(task.write[name])
+            _changed(tensors, task.experiment)
+        before = [_copy(x) for x in tensors] if task.backward else []
         if subject.context is not None:
             stack.enter_context(_entered(subject.context()))
-        if task.undetached:
-            stack.enter_context(Detaches())
-        watching = recorded() if task.watched else contextlib.nullcontext(Cuts())
-        with watching as cuts, traced(module if task.watched else None) as traces:
-            outputs = called(subject.fn, module, task.part, inputs)
+        cuts, seen = Cuts(), Seen()
+        match task.experiment:
+            case Undetached(lines):
+                stack.enter_context(Detaches(kept=lines))
+            case Watched():
+                cuts = stack.enter_context(recorded())
+            case Precision():
+                stack.enter_context(seen)
+        own: list[Tensor] = []
+        leaves = [x for x in tensors if x.is_leaf and x.requires_grad]
+        hooks = [x.register_post_accumulate_grad_hook(own.append) for x in leaves]  # type: ignore[no-untyped-call]
+        with traced(module if isinstance(task.experiment, Watched) else None) as traces:
+            paths, outputs = called(subject.fn, module, task.part, inputs, task.paths)
+        for hook in hooks:
+            hook.remove()
+        has_run_backward = bool(own) or any(x.grad is not None for x in tensors)
+        del own
         weights = task.weights
         if weights is None:
             outputs = [y[0] if y.shape == (1,) else y for y in outputs]
             weights = [weight_of(i, outputs, task.stream) for i in range(len(outputs))]
-        if len(weights) != len(outputs):
-            got = f"{len(outputs)} outputs, where one process has {len(weights)}"
-            raise ValueError(message(NAME, "distributed", got, "equally many"))
         total = task.factor * objective(weights, outputs)
-        own = any(x.grad is not None for x in tensors)
-        found = Measured([], [y.requires_grad for y in outputs], [], [], [], own, float(total.detach()), cuts, traces)
+        has_graph = [y.requires_grad for y in outputs]
+        found = Measured(
+            [], has_graph, [], [], before, [], first, has_run_backward, float(total.detach()), paths, cuts, traces
+        )
         if task.backward:
             others = _others(total, tensors) if subject.shard is None else []
-            if task.directions and not task.move and not own and total.requires_grad:
+            if task.directions and not has_run_backward and total.requires_grad:
                 found.gradients, found.second = _twice(total, tensors, task.directions)
             else:
-                if total.requires_grad and not own:
+                if total.requires_grad and not has_run_backward:
                     torch.autograd.backward(total)
                 found.gradients = [_gradient(x, x.grad) for x in tensors]
             found.state = [_copy(x) for x in tensors]
-        found.outputs = [y.detach().cpu() for y in outputs]
+        found.outputs, found.dtype = [y.detach().cpu() for y in outputs], seen.dtype
         if task.backward:
             del outputs, total
             _refuse_others(others)
     return found
+
+
+def _changed(tensors: Sequence[Tensor], experiment: Experiment | None) -> None:
+    """Move the tensors along directions, or change their last digits."""
+    match experiment:
+        case Moved(directions, distance):
+            for k, v in directions.items():
+                local(tensors[k]).add_(distance * v.to(local(tensors[k])))
+        case Perturbed(sample, eps):
+            for k, x in enumerate(tensors):
+                if differentiable(x):
+                    change = numbers(tuple(x.shape), x.dtype, k, sample, JITTER)
+                    x.mul_(1 + eps * change.to(x.device))
 
 
 def losses_along(packed: Packed, task: Task, each: Sequence[Mapping[int, Tensor]], rank: int) -> list[float]:
@@ -213,7 +291,7 @@ def losses_along(packed: Packed, task: Task, each: Sequence[Mapping[int, Tensor]
     for along in each:
         for k in STEPS:
             seed_rank(0, rank)
-            found.append(measured(packed, replace(task, directions=along, move=k, backward=False)).loss)
+            found.append(measured(packed, replace(task, backward=False, experiment=Moved(along, k))).loss)
     return found
 
 
@@ -271,8 +349,10 @@ def leaves_of(part: Any) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() for x in variables]
 
 
-def called(fn: Callable[..., Any], module: nn.Module | None, part: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Call the function, and return the leaves of its result as tensors.
+def called(
+    fn: Callable[..., Any], module: nn.Module | None, part: Any, inputs: Sequence[Tensor], paths: Sequence[str] | None
+) -> tuple[list[str], list[Tensor]]:
+    """Call the function, and return the leaves of its result as tensors, and their names, which are `paths`.
 
     Its arguments are copies that depend on the inputs, so the function may modify them, and gets tensors that are not
     leaves, as between the layers of a model.
@@ -281,24 +361,33 @@ def called(fn: Callable[..., Any], module: nn.Module | None, part: Any, inputs: 
     given, first = iter(inputs), [] if module is None else [module]
     part = rebuild([(next(given) if x.requires_grad else x).clone() if isinstance(x, Tensor) else x for x in leaves])
     if isinstance(part, dict):
-        return list(_results(fn(*first, **part)))
-    is_several = isinstance(part, (tuple, list)) and not hasattr(part, "_fields")
-    return list(_results(fn(*first, *part) if is_several else fn(*first, part)))
+        result = fn(*first, **part)
+    else:
+        is_several = isinstance(part, (tuple, list)) and not hasattr(part, "_fields")
+        result = fn(*first, *part) if is_several else fn(*first, part)
+    found = dict(_results(result))
+    if paths is not None and {*paths} != {*found}:
+        got, expected = (", ".join(f"output{path}" for path in each) for each in (found, paths))
+        raise ValueError(message(NAME, "distributed", got, f"{expected}, as on one process"))
+    names = list(found if paths is None else paths)
+    return names, [found[path] for path in names]
 
 
-def _results(y: Any) -> Iterator[Tensor]:
+def _results(y: Any, at: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield what a function returned as whole tensors, numbers without gradient; None and words are no results."""
     from torch.distributed.tensor import DTensor
 
-    for leaf in tree_flatten(y)[0]:
+    for path, leaf in zip((at + path for path in tree_paths(y)), tree_flatten(y)[0], strict=True):
         if isinstance(leaf, Tensor):
-            yield leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            yield path, leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
         elif isinstance(leaf, (bool, int, float, complex)):
-            yield torch.tensor(leaf, dtype={float: torch.float64, complex: torch.complex128}.get(type(leaf)))
+            dtype = {float: torch.float64, complex: torch.complex128}.get(type(leaf))
+            yield path, torch.tensor(leaf, dtype=dtype)
         elif isinstance(leaf, Mapping):  # such as an output of Transformers, which is a dataclass too
-            yield from _results(list(leaf.values()))
+            yield from _results(dict(leaf), path)
         elif is_dataclass(leaf):
-            yield from _results([getattr(leaf, part.name) for part in fields(leaf)])
+            for part in fields(leaf):
+                yield from _results(getattr(leaf, part.name), f"{path}.{part.name}")
         elif leaf is not None and not isinstance(leaf, str):
             got, expected = f"a function that returned {type(leaf).__name__}", "a loss, or a tree of tensors"
             raise TypeError(message(NAME, "distributed", got, expected))

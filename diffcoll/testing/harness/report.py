@@ -26,11 +26,19 @@ class Row(NamedTuple):
     allowed: float | None
     #: Whether the shapes differ.
     mismatched: bool = False
+    #: False: rounding on one process hides it, and nothing is said of it.
+    decided: bool = True
+    #: Factors nearer to 1 are not seen.
+    seen: float = 0.0
+    #: Integers or flags that differ, in words.
+    numbers: str = ""
 
     def words(self, n: int) -> tuple[str, str, str, str]:
         """Return the quantity, the ranks of N, the error, and got / wanted or why there is none."""
         if self.allowed is None:
             ratio = "kink"
+        elif self.numbers:
+            return self.what, self.rank, "", self.numbers
         elif self.mismatched or math.isinf(self.error):
             ratio = "other shape" if self.mismatched else "not finite"
         else:
@@ -47,6 +55,8 @@ class Table:
     #: N.
     world_size: int
     rows: tuple[Row, ...] = ()
+    #: The least precise dtype of the program, and the error that is right in it, in words.
+    precision: str = ""
     #: The error that was raised instead of a result.
     raised: str = ""
 
@@ -58,17 +68,18 @@ class Table:
     def lines(self) -> Iterator[str]:
         """Yield what is wrong, and how large the largest error of the rest is."""
         wrong = [row.words(self.world_size) for row in self.rows if not row.ok]
-        right = [row.error for row in self.rows if row.ok]
+        right = [row.error for row in self.rows if row.ok and row.decided]
         largest = f"largest error {max(right, default=0.0):.1e}"
         if self.raised:
             yield f"── {self.title}: raised"
             yield "  " + self.raised.rstrip().replace("\n", "\n  ")
         elif not wrong:
-            yield f"── {self.title}: right; {largest} in {len(right)} comparisons"
+            allowed = f" ({self.precision})" if self.precision else ""
+            yield f"── {self.title}: right; {largest} in {len(right)} comparisons{allowed}"
         else:
             width, held = (max(len(row[k]) for row in wrong) for k in (0, 1))
             held = max(held, 4)
-            yield f"── {self.title}: wrong"
+            yield f"── {self.title}: wrong" + f" ({self.precision})" * bool(self.precision)
             yield f"  {'what':{width}}  {'rank':>{held}}      error  got/wanted"
             for what, rank, error, ratio in wrong:
                 yield f"✗ {what:{width}}  {rank:>{held}}  {error:>9}  {ratio}"
@@ -89,8 +100,10 @@ class Report:
     cuts: tuple[str, ...] = ()
     #: What the check took for granted, or could not judge.
     notes: tuple[str, ...] = ()
-    #: On what condition the verdict holds, such as "once gradients are averaged over dp, …"; "": none.
+    #: On what condition the verdict holds, such as "if you average gradients over dp (…)"; "": none.
     condition: str = ""
+    #: What the verdict says nothing of: "bias: frozen: …".
+    not_compared: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -102,10 +115,11 @@ class Report:
         right = [table.ok for table in self.tables]
         raised = any(right) and all(table.ok or table.raised for table in self.tables)
         verdict = "right" if all(right) else "raised an error in some runs" if raised else "WRONG"
-        yield f"{self.title}: {verdict} {self.condition}".rstrip()
+        yield f"{self.title}: {', '.join(filter(None, (verdict, self.condition)))}"
         for table in self.tables:
             yield from table.lines()
-        for title, entries in (("observed", self.observed), ("graph cuts", self.cuts), ("notes", self.notes)):
+        parts = {"observed": self.observed, "graph cuts": self.cuts, "notes": self.notes}
+        for title, entries in (parts | {"not compared": self.not_compared}).items():
             if entries:
                 yield f"── {title} ──"
                 wrap = {"initial_indent": "  ", "subsequent_indent": "    ", "break_long_words": False}

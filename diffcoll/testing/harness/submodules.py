@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from diffcoll.core.trees import tree_flatten
-from diffcoll.testing.harness.layout import Ranks, fits, unwrapped
+from diffcoll.testing.harness.layout import fits, unwrapped
+from diffcoll.testing.harness.mesh import Ranks
 from diffcoll.testing.numbers import largest, near
 
 
