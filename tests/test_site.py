@@ -94,7 +94,7 @@ QUESTIONS = {
     "clipping": "how-to/clip-gradients",
     "notebook": "how-to/notebooks",
     "API reference": "reference/index",
-    "stability": "running/stability",
+    "stability": "running/versions",
 }
 
 
