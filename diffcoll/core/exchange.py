@@ -12,6 +12,7 @@ from diffcoll.core.errors import CollectiveMismatchError
 from diffcoll.core.joint import is_joint
 from diffcoll.core.maps import AllGather
 from diffcoll.core.rules import apply
+from diffcoll.core.torch_private.autograd import is_recomputing
 from diffcoll.core.trees import by_dtype
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.turn import Turn
@@ -57,9 +58,10 @@ def exchanged_alike(
 def gradients_needed(*collectives: Iterable[object]) -> int:
     """Return a number that is equal on ranks that run the backwards of the same collectives; 0 says nothing.
 
-    Each collective is given by tensors, and others, on which its x depends. In `joint_backward` all backwards are run.
+    Each collective is given by tensors, and others, on which its x depends. `joint_backward` runs all backwards. A
+    checkpoint that recomputes has compared them before.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_recomputing():
         return 0
     records = torch.is_grad_enabled() and not is_joint()
     return digest(str([records and any(getattr(t, "requires_grad", False) for t in of) for of in collectives]))

@@ -401,12 +401,12 @@ def holds(ours, reference, make=batch, module=None, sizes=SIZES, **more):
     more = {"order": 2, "on": ["simulated"], "tolerance": 1e-10} | more
     if more["order"] > 1:
         rows = next(each for each in sizes if 0 in each)
-        to_fourth_order(ours, reference, rows, make, module, more.get("rank_reduction", "mean"))
+        to_fourth_order(ours, reference, rows, make, module, more.get("losses", "mean"))
     ours, reference = (of_module(fn) if module is not None else fn for fn in (ours, reference))
     assert assert_matches_single_process(ours, reference, make, module=module, ranks=sizes, **more).ok
 
 
-def to_fourth_order(ours, reference, rows, make, module, rank_reduction):
+def to_fourth_order(ours, reference, rows, make, module, losses):
     """With respect to each tensor alone, the module's parameters, and all of them.
 
     Gradients of ⟨w, gradient⟩ for constant w: a rank's graph has nothing but what the loss put there.
@@ -432,7 +432,7 @@ def to_fourth_order(ours, reference, rows, make, module, rank_reduction):
         return [*zip(*(x.split(rows) for x in each[: len(tensors)]), strict=True)]
 
     for leaves in (*chosen, [i for each in chosen for i in each]):
-        share = 1 / len(rows) if rank_reduction == "mean" else 1.0
+        share = 1 / len(rows) if losses == "mean" else 1.0
         of_ranks = [[*parts, *weights[len(tensors) :]] for parts in cut(weights)]
         found = simulate(partial(of_rank, leaves=leaves, loss=ours, share=share), cut(tensors), of_ranks)
         for order, right in enumerate(of_rank(tensors, weights, leaves, reference, 1.0)):
