@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from diffcoll.core.torch_private.names import require
 from diffcoll.engines.c10d_twins import backends_of, gloo_twin_of, twin_of, unwrapped
 from diffcoll.engines.devices import is_capturing
 from diffcoll.engines.engine import Engine, Wait, is_even
@@ -29,6 +30,7 @@ from diffcoll.engines.messages import MessageEngine, Messages
 from diffcoll.engines.turn import BackendError, Turn, of_backend
 from diffcoll.engines.watch import watch
 
+require("torch.distributed")
 #: What is not exported or typed there.
 _c10d: Any = distributed_c10d
 

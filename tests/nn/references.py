@@ -151,7 +151,8 @@ def koleo(x, eps=1e-8, normalize=True):
 
 def sigreg(z, seed, num_slices=256, num_points=17, t_max=3.0):
     """Balestriero and LeCun 2025, section 4, direction by direction; t from −t_max to t_max."""
-    a = torch.randn(z.shape[1], num_slices, generator=torch.Generator().manual_seed(seed)).to(z.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(z.shape[1], num_slices, generator=generator, dtype=torch.float32).to(z.dtype)
     t = torch.linspace(-t_max, t_max, 2 * num_points - 1, dtype=z.dtype)
     gaussian, statistics = torch.exp(-(t**2) / 2), []
     for direction in F.normalize(a, dim=0).T:

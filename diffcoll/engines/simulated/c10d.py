@@ -28,6 +28,7 @@ import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from diffcoll.core.torch_private.names import require
 from diffcoll.core.torch_private.release import RELEASE
 from diffcoll.engines.c10d import use
 from diffcoll.engines.devices import cuda_is_missing
@@ -38,6 +39,7 @@ from diffcoll.engines.simulated.group import SimulatedGroup
 from diffcoll.engines.simulated.report import Mesh
 from diffcoll.engines.simulated.submodules import followed
 
+require("simulated ranks")
 _c = torch._C._distributed_c10d
 # DTensor enters FakeTensorMode, which sets a guard of devices in builds for CUDA without a GPU. In torch 2.11 the guard
 # dies with the thread that has set it, and the next one to set it crashes: so this thread sets it, before any rank.
