@@ -226,22 +226,24 @@ def test_checkpoints_that_stop_before_at_and_after_the_wait(run, part):
 
 
 @runs_on("rules", "gloo")
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [False, True, "on rank 0, within"])
 def test_not_waited_for_in_its_region_of_joint_backward(run, waits):
-    """It counts as a result that no loss uses."""
+    """It counts as a result that this rank's loss does not use."""
+    within = waits not in (False, True)
 
     def body(r):
         x = torch.ones(2, requires_grad=True)
         with dc.joint_backward() as joint:
             pending = dc.all_to_all(x * 2, async_op=True)
-            loss = joint((r + 1) * dc.all_gather(x).sum())
-        if waits:
+            used = 5 * pending.wait().sum() if within and r == 0 else 0
+            loss = joint((r + 1) * dc.all_gather(x).sum() + used)
+        if waits is True:
             pending.wait()
         loss.backward()
         pending.wait()
         return x.grad.tolist()
 
-    assert run(body, range(2)) == [[3.0, 3.0]] * 2
+    assert run(body, range(2)) == [[3.0 + 10 * within, 3.0]] * 2  # block 0 of each rank is on rank 0
 
 
 # ── the wait in any place of the program ─────────────────────────────────────────────────────────────────

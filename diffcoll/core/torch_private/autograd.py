@@ -68,19 +68,20 @@ def save_in_checkpoint(ctx: Any) -> None:
 
 
 class AutogradMode:
-    """Grad mode, inference mode and hooks for saved tensors, as they are where it is made."""
+    """Inference mode and hooks for saved tensors, as they are where it is made."""
 
-    __slots__ = ("_grad", "_hooks", "_inference")
+    __slots__ = ("_hooks", "_inference")
 
     def __init__(self) -> None:
-        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._inference = torch.is_inference_mode_enabled()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run code as if it stood where this was made: without the hooks entered since, which no public API leaves.
 
-        A checkpoint that code has entered since would count what is saved, and not count it when it recomputes.
+        Gradients are recorded: where they were not, nothing requires one. A checkpoint entered since would count what is
+        saved, and not count it when it recomputes.
         """
         hooks, left = torch._C._autograd, []
         while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
@@ -89,7 +90,7 @@ class AutogradMode:
             left.append(pair)
             hooks._pop_saved_tensors_default_hooks()
         try:
-            with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
+            with torch.inference_mode(self._inference):  # False enables gradients, too
                 yield
         finally:
             for pair in reversed(left):
