@@ -80,8 +80,8 @@ class AutogradMode:
     def restored(self) -> Iterator[None]:
         """Run code as if it stood where this was made: without the hooks entered since, which no public API leaves.
 
-        Gradients are recorded: where they were not, nothing requires one. A checkpoint entered since would count what is
-        saved, and not count it when it recomputes.
+        Gradients are recorded: where they were not, nothing requires one. A checkpoint entered since would count what
+        is saved, and not count it when it recomputes.
         """
         hooks, left = torch._C._autograd, []
         while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
