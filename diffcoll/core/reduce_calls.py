@@ -96,9 +96,11 @@ def _in_parts(call: Call, reduction: Reduction, x: Tensor, f: AllReduce | Reduce
     stack = apply(part_of(AllToAll(engine, 1, 0, sizes, (1,) * n), f.name, detail), x.reshape(1, -1))
     mine = reduction.of(stack)
     if isinstance(f, AllReduce):  # of equal parts: backends gather those by a collective of their own
-        mine = torch.nn.functional.pad(mine, (0, part - sizes[engine.rank]))
+        is_even = is_known(numel % n == 0)  # else a slice, whose backward is a copy
+        if not is_even:
+            mine = torch.nn.functional.pad(mine, (0, part - sizes[engine.rank]))
         gather = part_of(AllGather(engine, 0, (), f.replicated), f.name, reduction.name)
-        return call.perform(gather, mine, lambda y: y[:numel].view(x.shape))
+        return call.perform(gather, mine, lambda y: (y if is_even else y[:numel]).view(x.shape))
 
     def of_root(y: Tensor) -> Tensor:
         if engine.rank != f.dst:  # y is empty, and stays in the graph
