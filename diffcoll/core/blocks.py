@@ -80,7 +80,6 @@ def join(
 
     def finish() -> Tensor:
         torch.cat(blocks_of(row, counts, shape, dim, sizes), dim, out=y)
-        engine.scratch.give(row)
         return y
 
     return row, counts, finish

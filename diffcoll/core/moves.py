@@ -18,7 +18,6 @@ from diffcoll.core.torch_private.tracing import is_observed, is_profiling, is_tr
 from diffcoll.core.torch_private.transforms import is_transformed
 from diffcoll.engines.devices import current_stream
 from diffcoll.engines.engine import Engine
-from diffcoll.engines.scratch import Scratch
 from diffcoll.engines.turn import BackendError, Turn
 
 T = TypeVar("T")
@@ -78,9 +77,8 @@ class Flight:
         with _turn(x, f, self.origin, later=True):
             _settle(x, engine)
             if not f.reads_at_once:  # x may be modified before the wait: a gradient may share memory with p.grad
-                memory = engine.scratch.take(x.numel(), like=x)
-                x = memory.view(x.shape).copy_(x)
-            self._wait = partial(_finish, f.start(x, True), engine.scratch, memory, stream)
+                x = memory = engine.scratch.take(x.numel(), like=x).view(x.shape).copy_(x)
+            self._wait = partial(_finish, f.start(x, True), memory, stream)
 
     def wait(self) -> Tensor:
         """Wait for f(x), once; what the wait refers to is freed: no collector sees a cycle through C++."""
@@ -99,15 +97,13 @@ class Flight:
             self._f.engine.abandoned.append(self._wait)
 
 
-def _finish(wait: Callable[[], Tensor], scratch: Scratch, memory: Tensor | None, start: torch.Stream | None) -> Tensor:
+def _finish(wait: Callable[[], Tensor], memory: Tensor | None, start: torch.Stream | None) -> Tensor:
     """Return y; `memory` is the copy of x that was sent, `start` the stream on which it was, on an accelerator.
 
     Memory allocated at the start belongs to that stream. It is released here, and may be reused there while the stream
     of the wait, and the backend that it waits for, still read it.
     """
     y = wait()
-    if memory is not None:
-        scratch.give(memory)
     here = None if start is None else current_stream(y.device)
     if start is not None and here is not None and here != start:
         start.wait_stream(here)

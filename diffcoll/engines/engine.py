@@ -171,10 +171,10 @@ class Engine(ABC):
         defaults add up in the order of ranks, half precisions in float32, rounded once.
         """
         out, rank = out.view(-1), self.rank
-        memory, terms = self._terms(out, rank)
+        terms = self._terms(out, rank)
         parts: list[Any] = [*row.split_with_sizes(counts)]
         mine, parts[rank] = parts[rank], None
-        return self._adding(self.exchange(parts, terms, later), terms, rank, mine, out, memory)
+        return self._adding(self.exchange(parts, terms, later), terms, rank, mine, out)
 
     def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
         """y ← Σ_s x_s, bitwise equal on all ranks.
@@ -190,7 +190,7 @@ class Engine(ABC):
             terms = [*memory.view(self.size, *y.shape).unbind()]
             mine = terms[self.rank].copy_(x)
             wait = self.all_gather(None, memory, [y.numel()] * self.size, later)
-            return self._adding(wait, terms, self.rank, mine, y, memory)
+            return self._adding(wait, terms, self.rank, mine, y)
         # Each part is added up on one rank, so all ranks get the same bits.
         y.copy_(x)
         row, counts = y.view(-1), list(even_sizes(y.numel(), self.size))
@@ -209,25 +209,24 @@ class Engine(ABC):
         nothing = [None] * self.size
         if self.rank != dst:
             return self.exchange([y if s == dst else None for s in range(self.size)], nothing, later)
-        memory, terms = self._terms(y, dst)
-        return self._adding(self.exchange(nothing, terms, later), terms, dst, y, y, memory)
+        terms = self._terms(y, dst)
+        return self._adding(self.exchange(nothing, terms, later), terms, dst, y, y)
 
-    def _terms(self, like: Tensor, rank: int) -> tuple[Tensor, list[Any]]:
-        """Return memory for the other ranks' tensors, and those, with None for this rank."""
+    def _terms(self, like: Tensor, rank: int) -> list[Any]:
+        """Return memory for the other ranks' tensors, with None for this rank."""
         others = self.size - 1
         memory = self.scratch.take(others * like.numel(), like=like)
         terms: list[Any] = [*memory.view(others, *like.shape).unbind()] if others else []
         terms.insert(rank, None)
-        return memory, terms
+        return terms
 
-    def _adding(self, wait: Wait, terms: list[Any], rank: int, mine: Tensor, out: Tensor, memory: Tensor) -> Wait:
+    def _adding(self, wait: Wait, terms: list[Any], rank: int, mine: Tensor, out: Tensor) -> Wait:
         """Return the wait for `terms`, which then adds them and `mine` up in the order of ranks."""
 
         def finish() -> None:
             wait()
             terms[rank] = mine
             add_up(terms, out)
-            self.scratch.give(memory)
 
         return finish
 

@@ -14,14 +14,18 @@ from diffcoll.engines.scratch import KEPT_BYTES, NEW_BYTES, Scratch
 
 def test_scratch_is_kept_and_bounded():
     scratch, like, n = Scratch(), torch.empty(0), NEW_BYTES // 4
-    first = scratch.take(2 * n, like)
-    at = first.data_ptr()
-    scratch.give(first)
-    scratch.give(scratch.take(n // 2, like))  # is new memory, and is not kept
-    scratch.give(scratch.take(KEPT_BYTES // 4 + 1, like))
-    assert scratch.take(n, torch.empty(0, dtype=torch.complex64)).data_ptr() == at
+    at = scratch.take(2 * n, like).data_ptr()
+    scratch.take(n // 2, like)  # is new memory, and is not kept
+    scratch.take(KEPT_BYTES // 4 + 1, like)
+    lent = scratch.take(n, torch.empty(0, dtype=torch.complex64))
+    assert lent.data_ptr() == at
+    part = lent[:1]
+    del lent
+    assert scratch.take(n, like).data_ptr() != at
+    del part
+    assert scratch.take(n, like).data_ptr() == at
     with torch.inference_mode():
-        scratch.give(scratch.take(n, like))
+        scratch.take(4 * n, like)
     scratch.take(n, like).zero_()  # not an inference tensor
 
 
