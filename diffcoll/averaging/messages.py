@@ -23,6 +23,8 @@ from diffcoll.engines.types import Group
 NAME = "GradientAverager"
 #: Approximate size of one message of `broadcast_from_first`.
 _BYTES = 64 << 20
+#: Of each group the averagers that have duplicates, and these, in an order that is equal on all ranks.
+_twins: weakref.WeakKeyDictionary[Engine, list[tuple[weakref.ref[Any], Engine]]] = weakref.WeakKeyDictionary()
 
 
 class Message:
@@ -109,11 +111,12 @@ def twin(engine: Engine, owner: object) -> Engine:
     """
     if engine.size == 1:
         return engine
-    if engine.twins:
-        freed = Control(engine, NAME).numbers([of() is None for of, _ in engine.twins])
-        for pair, flags in zip([*engine.twins], zip(*freed, strict=True), strict=True):
+    twins = _twins.setdefault(engine, [])
+    if twins:
+        freed = Control(engine, NAME).numbers([of() is None for of, _ in twins])
+        for pair, flags in zip([*twins], zip(*freed, strict=True), strict=True):
             if all(flags):
-                engine.twins.remove(pair)
+                twins.remove(pair)
                 pair[1].close()
-    engine.twins.append((weakref.ref(owner), engine.twin()))
-    return engine.twins[-1][1]
+    twins.append((weakref.ref(owner), engine.twin()))
+    return twins[-1][1]

@@ -9,7 +9,6 @@ The docstrings below state laws. tests/engines/laws.py checks each of them on ev
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -75,8 +74,6 @@ class Engine(ABC):
         self.scratch = Scratch()
         self.calls = 0  # forward calls of collectives, by which check mode tells them apart
         self.abandoned: deque[Wait] = deque()  # Waits whose caller dropped them; the next call in the group calls them
-        # The averagers of this group that have twins, and these, in an order that is equal on all ranks.
-        self.twins: list[tuple[weakref.ref[Any], Engine]] = []
 
     @property
     def control_device(self) -> torch.device:
