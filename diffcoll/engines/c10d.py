@@ -75,8 +75,8 @@ class C10dEngine(MessageEngine):
         self._users: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
         self._group: Callable[[], dist.ProcessGroup | None] = self._users if own is None else lambda: own
         self._connected: set[torch.device] = set()
-        self._cpu: Engine | None = None  # the ranks over gloo, if this group moves no tensors of the CPU
-        self._has_tried_cpu = False
+        # If this group moves no tensors of the CPU: the ranks over gloo, once they have tried; this one if they cannot.
+        self._cpu: Engine | None = None
         self.key = (own or group).group_name
         self.backends = backends or backends_of(group)
         self.devices = tuple(self.backends)
@@ -114,25 +114,23 @@ class C10dEngine(MessageEngine):
     @override
     def control(self) -> Engine:
         group = self._users()
-        is_needed = "cpu" not in self.backends and not self._has_tried_cpu
-        if group is None or not is_needed or is_capturing():  # what ranks exchange in a capture does not change anyway
+        is_known = "cpu" in self.backends or self._cpu is not None
+        if group is None or is_known or is_capturing():  # what ranks exchange in a capture does not change anyway
             return self._cpu or self
         if self.size == 1:  # which sends nothing
-            self._cpu, self._has_tried_cpu = C10dEngine(group, backends={"cpu": "gloo"}), True
+            self._cpu = C10dEngine(group, backends={"cpu": "gloo"})
             return self._cpu
         device, backend = next(iter(self.backends.items()))
-        own, failure = of_backend(gloo_twin_of, group, device)
-        self._has_tried_cpu = True  # not after an error, which all ranks have: the next call tries again
-        if own is not None:
-            self._cpu = C10dEngine(group, own, {"cpu": "gloo"})
-        elif self.rank == 0:
+        own, failure = of_backend(gloo_twin_of, group, device)  # an error, on all ranks: the next call tries again
+        self._cpu = self if own is None else C10dEngine(group, own, {"cpu": "gloo"})
+        if own is None and self.rank == 0:
             warnings.warn(
                 f"diffcoll: the ranks of {self.description} cannot connect over gloo: {failure}; so numbers that the "
                 f"host needs, such as sizes, are sent over {backend}, and wait for all work that the device has queued;"
                 " set GLOO_SOCKET_IFNAME to the network interface that connects the hosts",
                 stacklevel=2,
             )
-        return self._cpu or self
+        return self._cpu
 
     @override
     def small(self, device: str) -> int:
@@ -311,8 +309,6 @@ def engine_of(group: object) -> Engine | None:
         )
     engine = _engines.get(group)
     if engine is None:
-        if dist.get_rank(group) < 0:
-            raise ValueError("got a group that this process is not in; call it on the group's ranks only")
         engine = _engines[group] = C10dEngine(group, unwrapped(group))
     return engine
 

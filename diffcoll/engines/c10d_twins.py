@@ -52,7 +52,7 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, backend in pairs}
 
 
-def unwrapped(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+def unwrapped(group: dist.ProcessGroup) -> Any:
     """Return a group that moves this one's data without PyTorch's checks of calls; None: there are none.
 
     On gloo they count point-to-point messages, too, and refuse the next collective after ones between some ranks.
@@ -63,16 +63,17 @@ def unwrapped(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     return _made_of(group, _c10d._get_process_group_store(group), group.group_name, made)
 
 
-def _made_of(group: dist.ProcessGroup, store: Any, name: str, made: dict[str, tuple[str, Any]]) -> dist.ProcessGroup:
+def _made_of(group: dist.ProcessGroup, store: Any, name: str, made: dict[str, tuple[str, Any]]) -> Any:
     """Return a group with the ranks of another one, and these backends and their names, by types of devices."""
     twin: Any = dist.ProcessGroup(store, group.rank(), group.size())
     for device, (backend, instance) in made.items():
         kind = dist.Backend.backend_type_map.get(backend, dist.ProcessGroup.BackendType.CUSTOM)
         twin._register_backend(torch.device(device), kind, instance)
-    return _named(twin, name)
+    twin._set_group_name(name)
+    return twin
 
 
-def twin_of(group: dist.ProcessGroup, backends: dict[str, str]) -> dist.ProcessGroup:
+def twin_of(group: dist.ProcessGroup, backends: dict[str, str]) -> Any:
     """Make a group with the ranks of another one, all of which call this, and its backends, by types of devices."""
     name, store = store_of_next(group)
     made: dict[str, Any] = {}
@@ -81,14 +82,9 @@ def twin_of(group: dist.ProcessGroup, backends: dict[str, str]) -> dist.ProcessG
             part = _c10d.PrefixStore(f"{backend}/", store)
             made[backend] = _backend_like(group, device, backend, name, part)
         if isinstance(made[backend], dist.ProcessGroup):  # one that is written in Python
-            return _named(made[backend], name)
+            made[backend]._set_group_name(name)
+            return made[backend]
     return _made_of(group, store, name, {device: (backend, made[backend]) for device, backend in backends.items()})
-
-
-def _named(group: Any, name: str) -> dist.ProcessGroup:
-    group._set_group_name(name)
-    named: dist.ProcessGroup = group
-    return named
 
 
 def _backend_like(group: dist.ProcessGroup, device: str, backend: str, name: str, store: Any) -> Any:
