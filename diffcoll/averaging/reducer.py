@@ -56,7 +56,7 @@ class Reducer:
         self._control = Control(engine, NAME)
         self.host = engine.control()  # carries the note over the CPU where that is possible
         # At first reverse order, and what requires a gradient on rank 0.
-        has_place = self._control.numbers_of_first([int(p.tensor.requires_grad) for p in self.parameters])
+        has_place = self._control.numbers([p.tensor.requires_grad for p in self.parameters])[0]
         self._order = [i for i in reversed(range(len(named))) if has_place[i]]
         #: The order in which gradients come on this rank, while it is recorded.
         self.recorded: dict[int, None] | None = {}
@@ -117,7 +117,7 @@ class Reducer:
         new = [p.index for p in reversed(self.parameters) if p.bucket is None and p.state == LATE]
         if self.recorded is not None:
             mine = dict.fromkeys([*self.recorded, *self._order])
-            self._order = self._control.numbers_of_first([*mine])
+            self._order = self._control.numbers([*mine])[0]
         if new or self.recorded is not None:
             self._order, self.recorded, self._is_outdated = [*self._order, *new], None, True
 

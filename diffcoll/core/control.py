@@ -68,15 +68,6 @@ class Control:
         return [row.tolist() for row in self.gather(self._integers(mine), [len(mine)] * self._engine.size)]
 
     @unobserved()
-    def numbers_of_first(self, mine: Sequence[int]) -> list[int]:
-        """Return rank 0's integers, equally many on all."""
-        numbers = self._integers(mine)
-        if self._engine.size > 1:
-            with Turn(self._engine, self._name, self._origin, compared=True):
-                self._engine.broadcast(numbers, 0)()
-        return numbers.tolist()
-
-    @unobserved()
     def gather(self, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Return each rank's row, of these lengths."""
         row = mine.new_empty(sum(lengths))
