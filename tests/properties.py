@@ -98,6 +98,11 @@ def the_output_may_be_changed_in_place(case: Case) -> Generator[Body, list[Any],
         assert torch.equal(*xs), case
 
 
+def shared(f: maps.Linear) -> tuple[bool, bool]:
+    """Whether x, and whether y, is replicated."""
+    return f.of_replicated, getattr(f, "replicated", False)
+
+
 def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
     """Σ_r ⟨(F x)_r, y_r⟩ = Σ_r ⟨x_r, (F* y)_r⟩, one term for a replicated tensor; the adjoint of the adjoint is F."""
     if not is_linear(case):
@@ -107,7 +112,7 @@ def the_adjoint_is_the_adjoint(case: Case) -> Generator[Body, list[Any], None]:
         x, f = _rule(case, r)
         fx = rules.apply(f, x)
         assert torch.equal(rules.apply(f.adjoint.adjoint, x), fx), case
-        assert f.shared == case.shared == f.adjoint.shared[::-1], case
+        assert shared(f) == case.shared == shared(f.adjoint)[::-1], case
         y = case.w(fx, r, SEED)
         return _inner(fx, y), _inner(x, rules.apply(f.adjoint, y))
 

@@ -202,7 +202,7 @@ def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -
     except CollectiveFailedError as error:  # of the comparison: the collective's name is that of the call
         cause = error.__cause__ or error
         raise failure(f.name, engine.description, engine.rank, origin, cause, compared=True) from cause
-    if f.shared[0]:
+    if f.of_replicated:
         same_everywhere(engine, x, text)
 
 

@@ -52,7 +52,8 @@ class Linear(ABC):
     reads_at_once: ClassVar[bool] = False
     #: Whether it is the identity on a single rank.
     identity_alone: ClassVar[bool] = True
-    #: Whether x is replicated, see `shared`. Maps whose y may be replicated have a field `replicated`.
+    #: Whether x is replicated: one tensor of which every rank has a copy. Maps whose y may be so have a field
+    #: `replicated`.
     of_replicated: ClassVar[bool] = False
 
     engine: Engine
@@ -75,11 +76,6 @@ class Linear(ABC):
     def shape(self, x: Sequence[int]) -> list[int]:
         """Return the shape of y for an x of this shape."""
         return list(x)
-
-    @property
-    def shared(self) -> tuple[bool, bool]:
-        """Whether x, and whether y, is replicated: one tensor of which every rank has a copy."""
-        return self.of_replicated, getattr(self, "replicated", False)
 
 
 L = TypeVar("L", bound=Linear)

@@ -54,11 +54,9 @@ def reduced(call: Call, x: Tensor, f: AllReduce | Reduce | ReduceScatter) -> Any
 
 def _mean(call: Call, x: Tensor, f: AllReduce | Reduce | ReduceScatter) -> Any:
     """Σ_s x_s / N; half precisions are added up in the wider dtype, and rounded once."""
-    n, dtype, wide = f.engine.size, x.dtype, wider(x.dtype)
-    if n == 1:
-        return call.perform(f, x)
+    dtype, wide = x.dtype, wider(x.dtype)
     detail = "mean" if wide == dtype else f"mean of {dtype}"  # check mode sees the dtype that is sent
-    return call.perform(part_of(f, f.name, detail), divided(x.to(wide), n), lambda y: y.to(dtype))
+    return call.perform(part_of(f, f.name, detail), divided(x.to(wide), f.engine.size), lambda y: y.to(dtype))
 
 
 def _of_blocks(call: Call, reduction: Reduction, x: Tensor, f: ReduceScatter) -> Any:

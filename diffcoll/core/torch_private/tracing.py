@@ -121,13 +121,8 @@ def is_profiling() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether `is_observed` or `is_profiling`, in one call."""
-    return bool(
-        profiler._is_profiler_enabled
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._is_tracing()
-    )
+    """Whether `is_observed` or `is_profiling`."""
+    return profiler._is_profiler_enabled or is_observed()
 
 
 def unfaked(x: Any) -> Any:
