@@ -68,9 +68,9 @@ RUNS = {"truth": truth, "rules": rules, "gloo": gloo, "mpi": mpi}
 
 def new_group(ranks):
     """Make a group of some ranks of the default group, which all of them call."""
-    from diffcoll.core import groups
+    from diffcoll.engines.rank_state import PROCESS
 
-    if (comm := groups._default) is not None:  # of MPI
+    if (comm := PROCESS.default_group) is not None:  # of MPI
         return comm.Create(comm.group.Incl(ranks))
     group = torch.distributed.new_group(ranks, **({"sort_ranks": False} if RELEASE >= (2, 12) else {}))
     return torch.distributed.GroupMember.NON_GROUP_MEMBER if group is None else group

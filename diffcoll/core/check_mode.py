@@ -17,7 +17,7 @@ from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError,
 from diffcoll.core.maps import AllGather, AllToAll, Linear
 from diffcoll.core.torch_private.tracing import unobserved
 from diffcoll.engines.engine import Engine
-from diffcoll.engines.rank_state import THREAD
+from diffcoll.engines.rank_state import PROCESS, THREAD
 
 
 class _State:
@@ -38,9 +38,9 @@ def set_in_environment() -> bool:
     return os.environ.get("DIFFCOLL_CHECK", "0") not in ("", "0")
 
 
-_process = _State(set_in_environment())
+PROCESS.check_mode = _State(set_in_environment())
 #: Whether check mode was ever on in this process: a fast first test for `is_on`.
-ever_on = _process.on
+ever_on = PROCESS.check_mode.on
 
 
 class check_mode:
@@ -123,10 +123,9 @@ def _compare_end(used: dict[Engine, bool], error: BaseException | None) -> None:
 
 def _state() -> _State:
     """Return the state of this simulated rank, or of this process."""
-    if (me := THREAD.rank) is None:
-        return _process
-    state: _State = me.check_mode or _State(_process.on)
-    me.check_mode = state
+    holder = THREAD.rank or PROCESS
+    state: _State = holder.check_mode or _State(PROCESS.check_mode.on)
+    holder.check_mode = state
     return state
 
 
@@ -140,7 +139,7 @@ def compares(engine: Engine) -> bool:
     return is_on() and engine.size > 1 and not engine.compiling
 
 
-def compare(engine: Engine, facts: object, text: str | Callable[[], str], origin: Origin | None = None) -> None:
+def compare(engine: Engine, facts: object, text: Callable[[], str], origin: Origin | None = None) -> None:
     """Raise on all ranks unless facts are equal on all; text describes this rank's call, in the backward of `origin`.
 
     The group counts as used, for the end of a `with` block.
@@ -196,9 +195,9 @@ def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -
         return f"{of}: gradient {x.dtype} {tuple(x.shape)}"
 
     try:
-        compare(engine, facts, text, origin=origin)
+        compare(engine, facts, text, origin)
         if isinstance(f, AllToAll):
-            _compare_blocks(f, text)
+            _compare_blocks(f, Control(engine), text)
     except CollectiveFailedError as error:  # of the comparison: the collective's name is that of the call
         cause = error.__cause__ or error
         raise failure(f.name, engine.description, engine.rank, origin, cause, compared=True) from cause
@@ -206,17 +205,17 @@ def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -
         same_everywhere(engine, x, text)
 
 
-def _compare_blocks(f: AllToAll, text: Callable[[], str]) -> None:
+def _compare_blocks(f: AllToAll, control: Control, text: Callable[[], str]) -> None:
     """Raise on all ranks unless each rank sends blocks of the sizes that the others expect."""
     n = f.engine.size
-    rows = Control(f.engine).numbers([*f.split_sizes, *f.concat_sizes])
+    rows = control.numbers([*f.split_sizes, *f.concat_sizes])
     same = f.split_dim == f.concat_dim
     for r, row in enumerate(rows):
         for s, other in enumerate(rows):
             # Along two dimensions all ranks have the same lists of sizes.
             if row[s] != other[n + r] if same else row != other:
                 why = f"rank {r} sends other sizes than rank {s} expects"
-                Control(f.engine).refuse(text(), f"the ranks of {f.engine.description} disagree: {why}")
+                control.refuse(text(), f"the ranks of {f.engine.description} disagree: {why}")
 
 
 @unobserved()

@@ -33,11 +33,11 @@ class Control:
         with Turn(engine, name, origin, compared=True):
             self._engine = engine.control()
 
-    def agree(self, facts: object, text: str | Callable[[], str]) -> None:
+    def agree(self, facts: object, text: Callable[[], str]) -> None:
         """Raise on all ranks unless facts are equal on all; text describes this rank's call."""
         mine = digest(repr(facts))
         if {number for (number,) in self.numbers([mine])} != {mine}:
-            self.refuse(text if isinstance(text, str) else text(), f"the ranks of {self._engine.description} disagree:")
+            self.refuse(text(), f"the ranks of {self._engine.description} disagree:")
 
     @unobserved()
     def agree_on_each(self, facts: Sequence[str], what: str) -> None:

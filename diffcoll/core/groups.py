@@ -21,11 +21,10 @@ from diffcoll.core.torch_private.transforms import carries_tangents, is_differen
 from diffcoll.engines import c10d
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.named import Constants, NamedEngine, constants_of
-from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, outsiders, refuse_thread
+from diffcoll.engines.rank_state import NO_GRAPHS, PROCESS, THREAD, outsiders, refuse_thread
 from diffcoll.engines.solo import SoloEngine
 from diffcoll.engines.types import Group
 
-_default: Any = None
 _solo = SoloEngine()
 
 #: What launchers set: torchrun and compatible ones; Open MPI, MPICH and compatible ones (Intel MPI, Slurm's PMI).
@@ -34,20 +33,17 @@ _LAUNCHERS = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 
 def resolve(group: Any, operation: str) -> Engine:
     """Return the engine of `group` for this rank; errors are prefixed with `operation`."""
-    compiling = torch.compiler.is_compiling()
-    simulating = not compiling and bool(outsiders)
-    engine: Engine | None
     if group is None:
-        if simulating or (not compiling and THREAD.refusal):
-            refuse_thread(operation)
-        me = THREAD.rank
-        group = me.default_group if me else _default
+        group = (THREAD.rank or PROCESS).default_group
+    if torch.compiler.is_compiling():
+        return NamedEngine(_constants(group, operation))
+    return _resolved(group, operation)
+
+
+def _resolved(group: Any, operation: str) -> Engine:
+    refuse_thread(operation)
     try:
-        if compiling:
-            known = _constants(group)
-            engine = NamedEngine(known) if known else None
-        else:
-            engine = _find(group)
+        engine = _find(group)
     except ValueError as error:
         raise ValueError(f"{operation}: group: {error}") from None
     if engine is not None:
@@ -59,8 +55,12 @@ def resolve(group: Any, operation: str) -> Engine:
         )
     if THREAD.rank is not None:
         raise RuntimeError(f"{operation}: group: the process group of this simulated rank was destroyed")
-    if not simulating and _launched():  # simulated ranks set the environment
-        raise _lonely_launch(operation)
+    if not outsiders and _launched():  # simulated ranks set the environment
+        raise RuntimeError(
+            f"{operation}: {_launched()} processes were launched, but no group connects them; call "
+            "torch.distributed.init_process_group() first, or name a group, with group=… or "
+            "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
+        )
     return _solo
 
 
@@ -97,19 +97,12 @@ def refuse_derivatives(name: str) -> None:
         )
 
 
-def _constants_of(group: Any) -> Constants | None:
+@constant_in_graphs
+def _constants(group: Any, operation: str) -> Constants:
+    # Dynamo calls this once instead of tracing it: engines are mutable, so a graph must hold their facts only.
     _refuse_simulated()
-    refuse_derivatives("a collective")
-    engine = _find(unfaked(group))
-    if engine is None and group is None:
-        if _launched():
-            raise _lonely_launch("a compiled collective")
-        engine = _solo
-    return constants_of(engine) if engine else None
-
-
-# Dynamo calls this once instead of tracing it: engines are mutable, so a graph must hold their facts only.
-_constants = constant_in_graphs(_constants_of)
+    refuse_derivatives(operation)
+    return constants_of(_resolved(unfaked(group), operation))
 
 
 def key_in_graphs(engine: Engine) -> str:
@@ -123,7 +116,7 @@ def engine_named(key: str) -> Engine:
     name = key.partition(" in ")[2]
     engine: Engine | None
     if name == _solo.key:
-        engine = None if _find(_default) else _solo
+        engine = None if _find(PROCESS.default_group) else _solo
     else:
         engine = (_mpi().engine_named(name) if "mpi4py.MPI" in sys.modules else None) or c10d.engine_named(name)
     if engine is None or key_in_graphs(engine) != key:
@@ -138,14 +131,6 @@ def _refuse_simulated() -> None:
     refuse_thread("a compiled collective")
     if THREAD.rank is not None:
         raise RuntimeError(NO_GRAPHS)
-
-
-def _lonely_launch(operation: str) -> RuntimeError:
-    return RuntimeError(
-        f"{operation}: {_launched()} processes were launched, but no group connects them; call "
-        "torch.distributed.init_process_group() first, or name a group, with group=… or "
-        "diffcoll.set_default_group(…): MPI.COMM_WORLD under an MPI launcher"
-    )
 
 
 @cache
@@ -233,10 +218,6 @@ class set_default_group:
 
 
 def _set_default(group: Any) -> Any:
-    global _default
-    me = THREAD.rank
-    if me is not None:
-        me.default_group, before = group, me.default_group
-    else:
-        _default, before = group, _default
+    holder = THREAD.rank or PROCESS
+    before, holder.default_group = holder.default_group, group
     return before

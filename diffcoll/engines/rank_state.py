@@ -21,7 +21,14 @@ class _OfThread(threading.local):
     refusal: str = ""
 
 
-THREAD = _OfThread()
+class _OfProcess:
+    """What a process sets for itself, as each simulated rank does: the group that None means, and check mode."""
+
+    default_group: Any = None
+    check_mode: Any = None
+
+
+THREAD, PROCESS = _OfThread(), _OfProcess()
 #: While ranks are simulated: the threads that were there before, which are none of them.
 outsiders: set[threading.Thread] = set()
 #: A graph is compiled or traced for one rank, but simulated ranks share one cache of graphs.

@@ -218,7 +218,7 @@ def sigreg_loss(
     engine = resolve(group, name)
     if check_mode.compares(engine):  # ranks with other directions send equal messages
         facts = f"{name}({seed=}, D={features.shape[1]}, {num_slices=}, {num_points=})"
-        check_mode.compare(engine, facts, f"{facts} at {user_line()}")
+        check_mode.compare(engine, facts, lambda: f"{facts} at {user_line()}")
     x = features.to(wider(features.dtype))
     with without_autocast(x):
         t = torch.linspace(0, t_max, num_points, dtype=x.dtype, device=x.device)[1:]  # at 0 both functions are 1
