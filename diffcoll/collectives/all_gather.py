@@ -13,7 +13,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from diffcoll.core import expect
 from diffcoll.core.arguments import Call, Sizes, Tree
 from diffcoll.core.maps import AllGather, part_of
 from diffcoll.core.pending import Pending
@@ -88,7 +87,7 @@ def all_gather(
     """
     arguments = {"dim": dim, "sizes": sizes, "stack": stack, "grad_placement": grad_placement}
     call = Call("all_gather", x, group, async_op, arguments)
-    if expect.flag("all_gather", "stack", stack) and sizes is not None:
+    if call.flag("stack") and sizes is not None:
         raise call.error("sizes", "None with stack=True, where every rank has one slice")
     return _of_tensor(call) if isinstance(x, Tensor) else by_blocks(call, _of_tensor, block_of)
 

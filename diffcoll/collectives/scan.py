@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diffcoll.core import expect
 from diffcoll.core.arguments import Call
 from diffcoll.core.maps import Scan
 from diffcoll.engines.types import Group
@@ -42,7 +41,5 @@ def scan(x: Tensor, *, group: Group = None, reverse: bool = False, exclusive: bo
     """
     call = Call("scan", x, group, False, {"reverse": reverse, "exclusive": exclusive})
     call.dtype(x, "numbers")
-    expect.flag("scan", "reverse", reverse)
-    expect.flag("scan", "exclusive", exclusive)
-    y: Tensor = call.perform(Scan(call.engine, reverse, exclusive), x)
+    y: Tensor = call.perform(Scan(call.engine, call.flag("reverse"), call.flag("exclusive")), x)
     return y

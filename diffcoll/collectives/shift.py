@@ -11,7 +11,6 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from diffcoll.core import expect
 from diffcoll.core.arguments import Call
 from diffcoll.core.maps import Permute, part_of
 from diffcoll.core.pending import Pending
@@ -59,6 +58,6 @@ def shift(
     Source: notes/collectives/collectives.md#shift.
     """
     call = Call("shift", x, group, async_op, {"offset": offset, "wrap": wrap})
-    n, by, wraps = call.engine.size, call.integer("offset"), expect.flag("shift", "wrap", wrap)
+    n, by, wraps = call.engine.size, call.integer("offset"), call.flag("wrap")
     pairs = tuple((r, (r + by) % n) for r in range(n) if wraps or 0 <= r + by < n)
     return call.perform(part_of(Permute(call.engine, pairs), "shift"), x)

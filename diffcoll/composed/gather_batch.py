@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather
-from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
+from diffcoll.composed.leaves import batch_leaves
 from diffcoll.core import expect
 from diffcoll.core.arguments import Sizes, Tree
 from diffcoll.core.errors import message
-from diffcoll.core.exchange import exchanged
+from diffcoll.core.exchange import exchanged, exchanged_alike, lengths_of
 from diffcoll.core.groups import resolve
-from diffcoll.core.torch_private.tracing import assume
-from diffcoll.core.trees import tree_paths
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 
@@ -81,15 +79,15 @@ def gather_batch(
 
     Source: notes/collectives/gather_batch.md.
     """
-    leaves, rebuild = batch_leaves(_NAME, tree)
-    rows = _number_of_rows(tree, leaves)
+    paths, rebuild = batch_leaves(_NAME, tree)
+    rows, leaves = _number_of_rows(paths), [*paths.values()]
     engine, mask = resolve(group, _NAME), None
     if pad is None:
-        lengths = _lengths(tree, leaves, rows, sizes, engine)
+        lengths = _lengths(paths, rows, sizes, engine)
     else:
         if not expect.is_number(pad):
             raise TypeError(message(_NAME, "pad", type(pad).__name__, "a number"))
-        shapes = _shapes_of_ranks(tree, leaves, engine)
+        shapes = _shapes_of_ranks(paths, engine)
         lengths = [shape[0] for shape in shapes[0]]
         most = [[max(of_dim) for of_dim in zip(*of_leaf, strict=True)] for of_leaf in shapes]
         mask = rebuild([_mask(*of_leaf) for of_leaf in zip(leaves, shapes, most, strict=True)])
@@ -98,40 +96,33 @@ def gather_batch(
     return GatheredBatch(gathered, lengths, sum(lengths[: engine.rank]), sum(lengths), mask)
 
 
-def _number_of_rows(tree: object, leaves: list[Tensor]) -> int:
+def _number_of_rows(leaves: dict[str, Tensor]) -> int:
     """Return the number of rows of all leaves; raise if they differ."""
-    for path, leaf in zip(tree_paths(tree), leaves, strict=True):
-        if len(leaf) != len(leaves[0]):
-            expected = f"{len(leaves[0])} rows, as the first tensor has, one for each sample"
-            raise ValueError(message(_NAME, f"tree{path}", f"{len(leaf)} rows", expected))
-    return len(leaves[0])
+    rows = len(next(iter(leaves.values())))
+    for path, leaf in leaves.items():
+        if len(leaf) != rows:
+            expected = f"{rows} rows, as the first tensor has, one for each sample"
+            raise ValueError(message(_NAME, path, f"{len(leaf)} rows", expected))
+    return rows
 
 
-def _lengths(tree: object, leaves: list[Tensor], rows: int, sizes: Sizes, engine: Engine) -> list[int]:
+def _lengths(leaves: dict[str, Tensor], rows: int, sizes: Sizes, engine: Engine) -> list[int]:
     """Return each rank's number of rows."""
     if sizes is None:
         return [rows] * engine.size
     if isinstance(sizes, str):
         expect.choice(_NAME, "sizes", sizes, ("auto",))
-        lengths = [length for (length,) in lengths_of_ranks(_NAME, tree, leaves, [rows], engine)]
-        if torch.compiler.is_compiling():  # which does not know it of numbers that ranks have sent
-            for length in lengths:
-                assume(length >= 0)
-            assume(lengths[engine.rank] == rows)
-        return lengths
-    lengths = [expect.integer(_NAME, "sizes", size, least=0) for size in sizes]
-    if len(lengths) != engine.size or lengths[engine.rank] != rows:
-        expected = f"{engine.size} sizes, one per rank, {rows} at position {engine.rank}"
-        raise ValueError(message(_NAME, "sizes", lengths, expected, 'sizes="auto" asks every rank'))
-    return lengths
+        blocks = {path: (leaf, 0) for path, leaf in leaves.items()}
+        return lengths_of(engine, exchanged_alike(f"{_NAME}: tree", engine, blocks, [rows]), rows)
+    return list(expect.sizes(_NAME, "sizes", sizes, engine.size, (engine.rank, rows)))
 
 
-def _shapes_of_ranks(tree: object, leaves: list[Tensor], engine: Engine) -> list[list[list[int]]]:
+def _shapes_of_ranks(leaves: dict[str, Tensor], engine: Engine) -> list[list[list[int]]]:
     """Return for each leaf the shapes that the ranks have."""
-    lengths_of_ranks(_NAME, tree, leaves, [0], engine, any_shape=True)
-    rows = exchanged(engine, [size for leaf in leaves for size in leaf.shape])
+    exchanged_alike(f"{_NAME}: tree", engine, {path: (leaf, None) for path, leaf in leaves.items()}, [])
+    rows = exchanged(engine, [size for leaf in leaves.values() for size in leaf.shape])
     found, first = [], 0
-    for leaf in leaves:
+    for leaf in leaves.values():
         found.append([row[first : first + leaf.dim()] for row in rows])
         first += leaf.dim()
     return found

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from diffcoll.collectives.shift import shift
 from diffcoll.core import expect
+from diffcoll.core.arguments import Call
 from diffcoll.core.blocks import concatenated
 from diffcoll.core.errors import message
-from diffcoll.core.groups import resolve
 from diffcoll.engines.types import Group
 
 PaddingMode = Literal["zeros", "circular"]
@@ -59,14 +59,11 @@ def halo_exchange(
 
     Source: notes/collectives/halo_exchange.md.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(message(_NAME, "x", type(x).__name__, "a tensor", "torch.as_tensor(x) makes one"))
-    (d, *more) = expect.dims(_NAME, "dim", dim, x, types="an integer")
-    if more:
-        raise TypeError(message(_NAME, "dim", repr(dim), "an integer"))
-    left, right = (expect.integer(_NAME, name, n, least=0) for name, n in (("left", left), ("right", right)))
+    call = Call(_NAME, x, group, False, {"dim": dim})
+    d, engine = call.dim("dim", x), call.engine
+    left, right = expect.integer(_NAME, "left", left, least=0), expect.integer(_NAME, "right", right, least=0)
     expect.choice(_NAME, "padding_mode", padding_mode, ("zeros", "circular", None))
-    engine, rows = resolve(group, _NAME), x.shape[d]
+    rows = x.shape[d]
     if rows < max(left, right):
         expected = f"at least {max(left, right)} rows along dim {d}, of which the neighbours get {left} and {right}"
         raise ValueError(message(_NAME, "x", f"{rows} rows", expected, "split the tensor over fewer ranks"))

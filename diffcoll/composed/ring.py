@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from diffcoll.collectives.all_to_all import all_to_all
-from diffcoll.composed.leaves import batch_leaves, lengths_of_ranks
+from diffcoll.composed.leaves import batch_leaves
 from diffcoll.core.arguments import Tree
+from diffcoll.core.exchange import exchanged, exchanged_alike
 from diffcoll.core.groups import resolve
 from diffcoll.core.pending import Pending
 from diffcoll.core.trees import by_dtype, flattened, unpacked
@@ -61,8 +62,13 @@ def ring(tree: Tree, *, group: Group = None) -> Iterator[tuple[int, Tree]]:
     """
     engine = resolve(group, _NAME)
     leaves, rebuild = batch_leaves(_NAME, tree)
-    sizes = lengths_of_ranks(_NAME, tree, leaves, [len(leaf) for leaf in leaves], engine)
-    return _blocks(tree, leaves, rebuild, sizes, engine, group)
+    blocks = {path: (leaf, 0) for path, leaf in leaves.items()}
+    lengths = [len(leaf) for leaf in leaves.values()]
+    # One number, since ranks with other trees have unequally many lengths.
+    first = exchanged_alike(f"{_NAME}: tree", engine, blocks, [lengths[0] if len({*lengths}) == 1 else -1])
+    is_even = all(length >= 0 for (length,) in first)
+    sizes = [row * len(lengths) for row in first] if is_even else exchanged(engine, lengths)
+    return _blocks(tree, [*leaves.values()], rebuild, sizes, engine, group)
 
 
 def passed_on(row: Tensor, held: Sequence[int], engine: Engine, group: Group) -> Pending[Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from diffcoll.core import expect
 from diffcoll.core.check_mode import common
-from diffcoll.core.errors import message
-from diffcoll.core.exchange import exchanged, sizes_of_ranks
+from diffcoll.core.errors import Origin, message
+from diffcoll.core.exchange import exchanged, exchanged_alike
 from diffcoll.core.groups import resolve
 from diffcoll.core.maps import Linear
 from diffcoll.core.pending import Pending
@@ -64,57 +64,54 @@ _NEEDS: dict[str, tuple[set[torch.dtype], str, str]] = {
 }
 _OPS = ", ".join(f'"{name}"' for name in REDUCTIONS) + ", or a ReduceOp"
 _DENSE = "a dense torch.Tensor"
+#: Arguments that are lists of numbers.
+_LISTS = ("pairs", "sizes", "split_sizes", "concat_sizes")
 
 
 class Call:
     """The call `name(x, group=group, async_op=async_op, **arguments)`.
 
-    The methods read one argument each. Their errors name operation, argument, what it got, what is expected and a
-    remedy; so do those of the constructor, which reads group, async_op and x.
+    The methods read one argument each, and keep it in one spelling. Their errors name operation, argument, what it got,
+    what is expected and a remedy; so do those of the constructor, which reads group, async_op and x.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
     """
 
-    def __init__(self, name: str, x: Any, group: Group, async_op: bool, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, x: Any, group: Group, async_op: bool, arguments: dict[str, Any], origin: Origin | None = None
+    ) -> None:
         self.name, self.x, self.group, self.async_op, self.arguments = name, x, group, async_op, arguments
         self.engine: Engine = resolve(group, name)
-        if async_op is not True and async_op is not False:
-            expect.flag(name, "async_op", async_op)
-        if not isinstance(x, Tensor):
-            for argument in arguments:  # a list of output tensors would be taken for a tree
-                self._refuse_tensors(argument)
-            if name in TAKE_TREES and is_tree(x):
-                return
-        self.tensor(x)
+        #: Where it was called; None: it waits for its result, or is in a graph, which has no lines.
+        self.origin = origin
+        if expect.flag(name, "async_op", async_op) and origin is None and not self.engine.compiling:
+            self.origin = Origin(name, 1, order=0)
+        for argument, value in arguments.items():
+            if argument not in _LISTS and isinstance(value, (Tensor, list, tuple)):
+                self._refuse_outputs(argument, value)
+        if isinstance(x, Tensor) or not (name in TAKE_TREES and is_tree(x)):
+            self.tensor(x)
 
     def of(self, x: Tensor) -> Call:
         """Return the same call for a leaf of a tree, or for several leaves in one row."""
-        return Call(self.name, x, self.group, self.async_op, self.arguments)
+        return Call(self.name, x, self.group, self.async_op, {**self.arguments}, self.origin)
 
     def perform(self, f: Linear, x: Tensor, after: Callable[[Tensor], Tensor] | None = None) -> Any:
         """Return the result, after(f(x)), or with async_op a `Pending` of it."""
         if self.engine.in_one_graph:
             return self._in_truth(f, x)
         if self.async_op:
-            wait = start(f, x)
-            return Pending(self.name, wait if after is None else lambda: after(wait()))
+            wait = start(f, x, self.origin)
+            return Pending(self.name, wait if after is None else lambda: after(wait()), self.origin)
         y = apply(f, x)
         return y if after is None else after(y)
 
     def _in_truth(self, f: Linear, x: Tensor) -> Any:
         """Return the result by `diffcoll.truth`; f is the map of the sum for a reduction that is not linear."""
-        arguments = dict(self.arguments)  # in one spelling
-        if "op" in arguments:
-            arguments["op"] = self.op(self.x).name
-        if "grad_placement" in arguments:
-            arguments["grad_placement"] = "replicate" if self.replicated() else "partial"
-        for name in ("dim", "split_dim", "concat_dim"):
-            if arguments.get(name, 0) < 0:
-                arguments[name] %= max(1, self.x.dim() + arguments.get("stack", False))
-        facts = " ".join(filter(None, [arguments.get("op"), common(f, x), *map(str, batch_sizes(x))]))
-        y: Tensor = self.engine.run_truth(self.name, self.x, arguments, facts)
-        return Pending(self.name, lambda: y) if self.async_op else y
+        facts = " ".join(filter(None, [self.arguments.get("op"), common(f, x), *map(str, batch_sizes(x))]))
+        y: Tensor = self.engine.run_truth(self.name, self.x, self.arguments, facts)
+        return Pending(self.name, lambda: y, self.origin) if self.async_op else y
 
     # ── x ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,6 +169,7 @@ class Call:
         if value not in ("partial", "replicate"):
             remedy = '"partial" if each rank has its own loss, "replicate" if all compute the same one'
             raise self.error("grad_placement", '"partial" or "replicate"', remedy)
+        self.arguments["grad_placement"] = value
         return bool(value == "replicate")
 
     def op(self, x: Tensor) -> Reduction:
@@ -180,31 +178,26 @@ class Call:
         name = spelled(op)
         reduction = None if name is None else REDUCTIONS.get(name)
         if reduction is None:
-            self._refuse_tensors("op")
             remedy = "f(dc.all_gather(x, stack=True)) reduces by a function f" if callable(op) else ""
             if str(name).lower() in ("band", "bor", "bxor"):
                 remedy = 'reduce bool tensors with "min" (all) or "max" (any); bits have no derivative'
             raise self.error("op", _OPS, remedy)
         self.dtype(x, reduction.needs)
+        self.arguments["op"] = reduction.name
         return reduction
 
     def integer(self, argument: str) -> int:
         """Return an integer argument."""
-        value = self.arguments[argument]
-        if type(value) is int:
-            return value
-        self._refuse_tensors(argument)
-        return expect.integer(self.name, argument, value)
+        return expect.integer(self.name, argument, self.arguments[argument])
+
+    def flag(self, argument: str) -> bool:
+        """Return True or False."""
+        return expect.flag(self.name, argument, self.arguments[argument])
 
     def dim(self, argument: str, x: Tensor, new: bool = False) -> int:
         """Return a dimension counted from the front; `new`: of the result, which has one dimension more than x."""
-        value = self.integer(argument)
-        n = x.dim() + new
-        if n == 0:
-            raise self.error("x", "at least one dimension", "x.reshape(1) has one", got="a 0-d tensor")
-        if not -n <= value < n:
-            raise self.error(argument, f"a dimension from {-n} to {n - 1}, since x has shape {tuple(x.shape)}")
-        return value % n
+        d = self.arguments[argument] = expect.dim(self.name, argument, self.arguments[argument], x, new)
+        return d
 
     def root(self, argument: str) -> int:
         """Return a rank within the group."""
@@ -222,9 +215,8 @@ class Call:
             expected = "a list of pairs (src, dst) of ranks"
             raise TypeError(message(self.name, argument, repr(value), expected)) from None
         for end, ranks in zip(("src", "dst"), zip(*pairs, strict=True), strict=False):
-            for rank in ranks:
-                if not 0 <= rank < n:
-                    raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
+            if not 0 <= min(ranks) <= max(ranks) < n:
+                raise self.error(argument, f"ranks within the group, from 0 to {n - 1}")
             if len({*ranks}) < len(ranks):
                 remedy = "send to several ranks with broadcast or several permutes"
                 raise self.error(argument, f"each rank at most once as {end}", remedy)
@@ -241,7 +233,7 @@ class Call:
                 remedy = f"pass {argument}=[…], one size per rank"
                 raise self.error("x", f"a multiple of N = {n}", remedy, got=f"size {length} along dim {dim}")
             return ()
-        sizes = self._sizes(argument, value)
+        sizes = expect.sizes(self.name, argument, value, n)
         if sum(sizes) != length:
             got = f"{list(sizes)}, which sums to {sum(sizes)}"
             raise self.error(argument, f"a sum of {length}, the size of x along dim {dim}", got=got)
@@ -254,35 +246,20 @@ class Call:
             return ()
         if isinstance(value, str) and value == "auto":
             replicated = self.arguments.get("grad_placement") == "replicate"
-            return sizes_of_ranks(self.name, self.engine, [(x, dim)], replicated)[0]
-        return self._sizes(argument, value, own=x.shape[dim])
+            rows = exchanged_alike(f"{self.name}: x", self.engine, {"x": (x, dim)}, [x.shape[dim]], replicated)
+            return tuple(size for (size,) in rows)
+        return expect.sizes(self.name, argument, value, self.engine.size, (self.engine.rank, x.shape[dim]))
 
     def sizes_of_blocks(self, parts: tuple[int, ...], argument: str) -> tuple[int, ...]:
         """Return the sizes of the blocks received from the ranks; `parts` are the sizes of those sent to them."""
         value, rank = self.arguments[argument], self.engine.rank
         if isinstance(value, str) and value == "auto":
             return tuple(row[rank] for row in exchanged(self.engine, list(parts)))
-        return self._sizes(argument, value, own=parts[rank])
+        return expect.sizes(self.name, argument, value, self.engine.size, (rank, parts[rank]))
 
-    def _sizes(self, argument: str, value: Any, own: int | None = None) -> tuple[int, ...]:
-        """Return a list of one size per rank; `own`: this rank's, where "auto" could ask for it."""
-        n, rank = self.engine.size, self.engine.rank
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            either = " or None" if own is None else ', "auto" or None'
-            raise self.error(argument, f"a list of {n} sizes, one per rank{either}")
-        sizes = tuple(expect.integer(self.name, argument, v) for v in value)
-        if len(sizes) != n or any(size < 0 for size in sizes):
-            raise self.error(argument, f"{n} sizes of zero or more, one per rank")
-        if own is not None and sizes[rank] != own:
-            remedy = f'{argument}="auto" asks every rank for its size'
-            raise self.error(argument, f"{own} at position {rank}, the size of this rank's block", remedy)
-        return sizes
-
-    def _refuse_tensors(self, argument: str) -> None:
+    def _refuse_outputs(self, argument: str, value: Any) -> None:
         """Raise if an argument holds tensors, outputs or inputs, as torch.distributed expects in its place."""
-        value = self.arguments[argument]
-        listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
-        if (listed or isinstance(value, Tensor)) and not argument.endswith("sizes"):
-            x = "torch.cat(xs)" if listed and self.name in ("reduce_scatter", "all_to_all", "scatter") else "x"
-            remedy = f"{self.name} takes no output list: y = dc.{self.name}({x})"
+        if isinstance(value, Tensor) or any(isinstance(v, Tensor) for v in value):
+            cat = not isinstance(value, Tensor) and self.name in ("reduce_scatter", "all_to_all", "scatter")
+            remedy = f"{self.name} takes no output list: y = dc.{self.name}({'torch.cat(xs)' if cat else 'x'})"
             raise TypeError(message(self.name, argument, type(value).__name__, "no tensors", remedy))

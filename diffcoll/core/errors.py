@@ -55,14 +55,17 @@ class Origin:
         inside: number of callers known to be of this library or torch, whose frames are skipped.
         frame: the frame to start from, for another thread; None: the caller's.
         number: of the call, counted in its group.
+        order: of the backward for which this is kept; 0: the call itself.
     """
 
     __slots__ = ("_at", "_code", "elsewhere", "name", "number", "order")
 
-    def __init__(self, name: str, inside: int = 0, frame: FrameType | None = None, number: int = 0) -> None:
-        self.name, self.number = name, number
-        #: Of the backward for which this is kept, and whether its graph was made in another thread than the forward's.
-        self.order, self.elsewhere = 1, False
+    def __init__(
+        self, name: str, inside: int = 0, frame: FrameType | None = None, number: int = 0, order: int = 1
+    ) -> None:
+        self.name, self.number, self.order = name, number, order
+        #: Whether the graph of that backward was made in another thread than the forward's.
+        self.elsewhere = False
         frame = frame or sys._getframe(1 + inside)
         while frame is not None and (_is_inside(frame.f_code.co_filename) or _is_ours(frame.f_globals.get("__name__"))):
             frame = frame.f_back

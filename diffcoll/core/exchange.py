@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from diffcoll.core.joint import is_joint
 from diffcoll.core.maps import AllGather
 from diffcoll.core.rules import apply
 from diffcoll.core.torch_private.autograd import is_recomputing
+from diffcoll.core.torch_private.tracing import assume
 from diffcoll.core.trees import by_dtype
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.turn import Turn
@@ -31,20 +32,38 @@ def exchanged(engine: Engine, numbers: Sequence[int]) -> list[list[int]]:
 def exchanged_alike(
     what: str,
     engine: Engine,
-    facts: Callable[[], str],
+    blocks: Mapping[str, tuple[Tensor, int | None]],
     numbers: Sequence[int],
-    collectives: Iterable[Iterable[object]] = (),
+    replicated: bool = False,
 ) -> list[list[int]]:
-    """Return each rank's integers; in the same message the ranks compare facts, which are a property of `what`.
+    """Return each rank's integers; in the same message the ranks compare the blocks that they have.
 
-    They also compare for which of these collectives they need a gradient, see `gradients_needed`.
+    Unless the call is replicated, whose backward sends nothing, they also compare for which dtypes they need a
+    gradient. One rank sends nothing.
+
+    Args:
+        what: operation and argument, for errors.
+        engine: of the group.
+        blocks: by the path of each, with the dimension whose size may differ; None: every dimension.
+        numbers: this rank's; equally many on all ranks, whatever their blocks are.
+        replicated: whether the call is.
 
     Raises:
         CollectiveMismatchError: on all ranks, if they differ. A compiled function cannot compare numbers that it
             receives, and sends 0.
     """
-    mine = 0 if torch.compiler.is_compiling() else digest(facts())
-    rows = exchanged(engine, [mine, gradients_needed(*collectives), *numbers])
+    if engine.size == 1:
+        return [list(numbers)]
+
+    def facts() -> str:
+        shapes = ([-1 if dim in (None, d) else n for d, n in enumerate(x.shape)] for x, dim in blocks.values())
+        return "; ".join(f"{path}: {x.dtype} {n}" for path, x, n in zip(blocks, tensors, shapes, strict=True))
+
+    tensors = [x for x, _ in blocks.values()]
+    mine = 0 if engine.compiling else digest(facts())
+    dtypes = [] if replicated else by_dtype(tensors)
+    needed = gradients_needed(*([tensors[i] for i in indices] for indices in dtypes))
+    rows = exchanged(engine, [mine, needed, *numbers])
     if mine:
         if r := _differing([row[0] for row in rows]):
             raise CollectiveMismatchError(
@@ -82,18 +101,11 @@ def _differing(numbers: Sequence[int]) -> int:
     return next((r for r, other in enumerate(numbers) if 0 != other != numbers[0] != 0), 0)
 
 
-def sizes_of_ranks(
-    name: str, engine: Engine, blocks: Sequence[tuple[Tensor, int]], replicated: bool = False
-) -> list[tuple[int, ...]]:
-    """Return the sizes of all ranks' blocks, for each block of this rank along its dimension; in one message.
-
-    Unless the call is replicated, whose backward sends nothing, they are compared as `exchanged_alike` does.
-    """
-
-    def facts() -> str:
-        return "; ".join(f"{x.dtype} {[*x.shape[:dim], -1, *x.shape[dim + 1 :]]}" for x, dim in blocks)
-
-    groups = [] if replicated else by_dtype(x for x, _ in blocks)
-    sent = ([blocks[i][0] for i in indices] for indices in groups)
-    rows = exchanged_alike(f"{name}: x", engine, facts, [x.shape[dim] for x, dim in blocks], sent)
-    return [*zip(*rows, strict=True)]
+def lengths_of(engine: Engine, rows: Iterable[Sequence[int]], own: int) -> list[int]:
+    """Return the first number of each rank, a length; a graph, which does not know so, takes it to be one."""
+    lengths = [row[0] for row in rows]
+    if engine.compiling:
+        for length in lengths:
+            assume(length >= 0)
+        assume(lengths[engine.rank] == own)
+    return lengths

@@ -1,4 +1,4 @@
-"""Checks of arguments: a choice, a flag, a number, an integer, dimensions of x, a tensor with a gradient."""
+"""Reads one argument: a choice, a flag, a number, an integer, sizes, dimensions of x, a tensor with a gradient."""
 
 from __future__ import annotations
 
@@ -42,43 +42,56 @@ def not_negative(name: str, expected: str = "a number", /, **arguments: float) -
             raise ValueError(message(name, argument, repr(value), "a finite non-negative number"))
 
 
-def fraction(name: str, argument: str, value: float) -> None:
-    """Raise unless the value is a number from 0 to 1."""
-    not_negative(name, **{argument: value})
-    if value > 1:
-        raise ValueError(message(name, argument, value, "a number from 0 to 1"))
-
-
 def integer(name: str, argument: str, value: Any, least: int | None = None) -> int:
     """Return an integer, which may be of NumPy or a symbol of the compiler; raise if it is below `least`."""
     expected = "an integer" if least is None else f"an integer of at least {least}"
-    try:
-        number = _index(value)
-    except TypeError:
-        got = type(value).__name__ if least is None else repr(value)
-        raise TypeError(message(name, argument, got, expected)) from None
+    if type(value) is int or isinstance(value, torch.SymInt):
+        number = cast(int, value)  # index() would turn a symbol of the compiler into a constant
+    else:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            number = operator.index(value)
+        except TypeError:
+            raise TypeError(message(name, argument, type(value).__name__, expected)) from None
     if least is not None and number < least:
         raise ValueError(message(name, argument, number, expected))
     return number
 
 
-def dims(
-    name: str,
-    argument: str,
-    value: Any,
-    x: Tensor,
-    types: str = "an integer or a sequence of integers",
-    values: str = "different dimensions from {0} to {1}, at least one, since x has shape {2}",
-) -> tuple[int, ...]:
+def sizes(name: str, argument: str, value: Any, n: int, own: tuple[int, int] | None = None) -> tuple[int, ...]:
+    """Return a list of n sizes, one per rank; `own`: this rank, and its size, where "auto" could ask for it."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        either = " or None" if own is None else ', "auto" or None'
+        got = repr(value) if isinstance(value, str) else type(value).__name__
+        raise ValueError(message(name, argument, got, f"a list of {n} sizes, one per rank{either}"))
+    listed = tuple(integer(name, argument, size) for size in value)
+    if len(listed) != n or any(size < 0 for size in listed):
+        raise ValueError(message(name, argument, list(listed), f"{n} sizes of zero or more, one per rank"))
+    if own is not None and listed[own[0]] != own[1]:
+        expected, remedy = f"{own[1]} at position {own[0]}, the size of this rank's block", '"auto" asks every rank'
+        raise ValueError(message(name, argument, list(listed), expected, remedy))
+    return listed
+
+
+def dim(name: str, argument: str, value: Any, x: Tensor, new: bool = False) -> int:
+    """Return a dimension counted from the front; `new`: of the result, which has one dimension more than x."""
+    n = x.dim() + new
+    if n == 0:
+        raise ValueError(message(name, "x", "a 0-d tensor", "at least one dimension", "x.reshape(1) has one"))
+    d = integer(name, argument, value)
+    if not -n <= d < n:
+        expected = f"a dimension from {-n} to {n - 1}, since x has shape {tuple(x.shape)}"
+        raise ValueError(message(name, argument, d, expected))
+    return d % n
+
+
+def dims(name: str, argument: str, value: Any, x: Tensor) -> tuple[int, ...]:
     """Return one or several different dimensions of x, counted from the front, in ascending order."""
-    n = x.dim()
-    try:
-        listed = [_index(d) for d in (value if isinstance(value, Sequence) else (value,))]
-    except TypeError:
-        raise TypeError(message(name, argument, repr(value), types)) from None
-    if not listed or not all(-n <= d < n for d in listed) or len({d % n for d in listed}) < len(listed):
-        raise ValueError(message(name, argument, repr(value), values.format(-n, n - 1, tuple(x.shape))))
-    return tuple(sorted(d % n for d in listed))
+    found = sorted([dim(name, argument, d, x) for d in (value if isinstance(value, Sequence) else (value,))])
+    if not found or len({*found}) < len(found):
+        raise ValueError(message(name, argument, repr(value), "different dimensions, at least one"))
+    return tuple(found)
 
 
 def floating(name: str, argument: str, x: object, remedy: str, or_complex: bool = False) -> Tensor:
@@ -88,11 +101,3 @@ def floating(name: str, argument: str, x: object, remedy: str, or_complex: bool 
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(message(name, argument, got, expected, remedy))
     return x
-
-
-def _index(value: Any) -> int:
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return cast(int, value)  # index() would turn a symbol of the compiler into a constant
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)

@@ -45,15 +45,15 @@ class Flight:
     early. Its messages are still in flight and need their memory, so the next call in the group waits for it.
 
     Args:
-        origin: the forward call whose backward this is, if it is one.
+        call: the forward call, or the one whose backward this is.
     """
 
-    __slots__ = ("_f", "_wait", "adjoints", "number", "origin", "tangents")
+    __slots__ = ("_f", "_origin", "_wait", "adjoints", "backward", "tangents")
 
-    def __init__(self, origin: Origin | None) -> None:
-        self.origin = origin
-        #: Of this call, if it is a forward call.
-        self.number = 0
+    def __init__(self, call: Origin) -> None:
+        self._origin = call if call.order else None
+        #: What names the backward of this one.
+        self.backward = call.derived(call.order + 1)
         #: Tangents in flight, in the order of the levels of forward mode.
         self.tangents: deque[Flight] = deque()
         #: The adjoint in flight, by the number of the backward pass: a hook may run a nested one through this graph.
@@ -63,18 +63,19 @@ class Flight:
     def start(self, x: Tensor, f: Linear) -> None:
         """Start f on a plain tensor."""
         self._f = f
-        _observed(partial(self._start, x), f, self.origin, x)
-        self.number = f.engine.calls
+        _observed(partial(self._start, x), f, self._origin, x)
+        if self._origin is None:
+            self.backward.number = f.engine.calls
 
     def _start(self, x: Tensor) -> None:
         f, engine = self._f, self._f.engine
-        x = _counted(x, f, self.origin)
+        x = _counted(x, f, self._origin)
         if engine.size == 1 and f.identity_alone:
             y = x.clone(memory_format=torch.contiguous_format)
             self._wait = lambda: y
             return
         stream, memory = None if x.is_cpu else current_stream(x.device), None
-        with _turn(x, f, self.origin, later=True):
+        with _turn(x, f, self._origin, later=True):
             _settle(x, engine)
             if not f.reads_at_once:  # x may be modified before the wait: a gradient may share memory with p.grad
                 x = memory = engine.scratch.take(x.numel(), like=x).view(x.shape).copy_(x)
@@ -87,10 +88,10 @@ class Flight:
             raise RuntimeError(f"{f.name}: an earlier wait() of this call failed; see its error")
 
         def awaited() -> Tensor:
-            with Turn(f.engine, f.name, self.origin, check_mode.is_on()):
+            with Turn(f.engine, f.name, self._origin, check_mode.is_on()):
                 return wait()
 
-        return _observed(awaited, f, self.origin, None)
+        return _observed(awaited, f, self._origin, None)
 
     def __del__(self) -> None:
         if self._wait is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from diffcoll.core.errors import user_line
+from diffcoll.core.errors import Origin
 from diffcoll.core.torch_private.autograd import AutogradMode, is_recomputing
 
 T = TypeVar("T")
@@ -34,14 +34,12 @@ class Pending(Generic[T]):
     `pending + 1` or `torch.sin(pending)`, it raises a TypeError that says `.wait()`.
     """
 
-    def __init__(self, name: str, wait: Callable[[], T]) -> None:
-        self._name = name
+    def __init__(self, name: str, wait: Callable[[], T], call: Origin | None) -> None:
+        self._name, self._call = name, call
         self._wait: Callable[[], T] | None = wait
-        # In a graph there is nothing to wait for. A checkpoint that recomputes may stop before wait().
-        self._must_wait = not (torch.compiler.is_compiling() or is_recomputing())
-        self._where, self._started = "a compiled line", None
-        if not torch.compiler.is_compiling():
-            self._where, self._started = user_line(), AutogradMode()
+        # In a graph, which has no `call`, there is nothing to wait for. A checkpoint that recomputes may stop before.
+        self._must_wait = call is not None and not is_recomputing()
+        self._started = None if call is None else AutogradMode()
 
     def wait(self) -> T:
         """Wait for the collective and return its result. A second call returns the same object.
@@ -71,15 +69,19 @@ class Pending(Generic[T]):
             """Refuse to be an argument of PyTorch's functions."""
             raise TypeError(f"{getattr(func, '__name__', func)}: got a Pending, expected its result; call .wait()")
 
+    @property
+    def _line(self) -> str:
+        return "a compiled line" if self._call is None else self._call.line
+
     def __repr__(self) -> str:
         """Return the collective, its line, and whether it was waited for."""
-        return f"<{self._name} started at {self._where}, {'not ' if self._wait else ''}waited for>"
+        return f"<{self._name} started at {self._line}, {'not ' if self._wait else ''}waited for>"
 
     def __del__(self) -> None:
         """Warn if `wait()` was never called."""
         if getattr(self, "_must_wait", False):
             warnings.warn(
-                f"{self._name}(async_op=True) at {self._where} was never waited for; call wait() on its result",
+                f"{self._name}(async_op=True) at {self._line} was never waited for; call wait() on its result",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -33,12 +33,12 @@ def apply(f: Linear, x: Tensor) -> Tensor:
     return _in_graph(f, x) if f.engine.compiling else run(_Apply, x, f, None)
 
 
-def start(f: Linear, x: Tensor) -> Callable[[], Tensor]:
+def start(f: Linear, x: Tensor, call: Origin | None) -> Callable[[], Tensor]:
     """Start f on x; the returned function, to be called once, waits for f(x), differentiable as `apply` is."""
-    if f.engine.compiling:
+    if call is None:
         y = _in_graph(f, x)
         return lambda: y
-    flight = Flight(None)
+    flight = Flight(call)
     return partial(_awaited, run(_Start, x, f, flight), f, flight)
 
 
@@ -111,12 +111,11 @@ class _Apply(Function):
     forward = staticmethod(move)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor, number: int = 0) -> None:
-        """`number`: of the forward call; 0: it is the group's last one."""
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Origin | None], output: Tensor) -> None:
         save_in_checkpoint(ctx)
         _, f, origin = inputs
         ctx.f, ctx.thread = f, get_ident()
-        ctx.origin = origin.derived(origin.order + 1) if origin else Origin(f.name, 2, None, number or f.engine.calls)
+        ctx.origin = origin.derived(origin.order + 1) if origin else Origin(f.name, 2, None, f.engine.calls)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
@@ -154,19 +153,18 @@ class _Start(Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Flight], output: Tensor) -> None:
         x, ctx.f, ctx.flight = inputs
         ctx.shape = x.shape
-        ctx.origin = ctx.flight.origin or Origin(ctx.f.name, 2, None, ctx.flight.number)
 
     @staticmethod
     def backward(ctx: Any, gempty: Tensor) -> tuple[Tensor, None, None]:
         adjoint = ctx.flight.adjoints.pop(backward_at_work(), None)
         if adjoint is None:  # reached through the chain of joint_backward alone: no loss uses y, which nobody awaited
             gy = gempty.new_zeros(ctx.f.shape(ctx.shape))
-            return run(_Apply, gy, ctx.f.adjoint, ctx.origin), None, None
+            return run(_Apply, gy, ctx.f.adjoint, ctx.flight.backward), None, None
         return run(_Wait, gempty, ctx.f.adjoint, adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
-        ctx.flight.tangents.append(Flight(None))
+        ctx.flight.tangents.append(Flight(ctx.flight.backward.derived(0)))
         return run(_Start, tx, ctx.f, ctx.flight.tangents[-1])
 
     @staticmethod
@@ -184,8 +182,9 @@ class _Wait(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear, Flight], output: Tensor) -> None:
-        empty, f, ctx.flight = inputs
-        _Apply.setup_context(ctx, (empty, f, ctx.flight.origin), output, ctx.flight.number)
+        save_in_checkpoint(ctx)
+        _, ctx.f, ctx.flight = inputs
+        ctx.thread, ctx.origin = get_ident(), ctx.flight.backward
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:

@@ -37,17 +37,21 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return [leaf for _, leaf in walked], rebuild
 
 
-def tensors_of(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
-    """Return what `tree_flatten` does; raise an error of an operation's argument unless all leaves are tensors."""
+def tensors_of(name: str, argument: str, tree: Any) -> tuple[dict[str, Tensor], Callable[[Sequence[Any]], Any]]:
+    """Return what `tree_flatten` does, with the leaves by their paths in an operation's argument.
+
+    Raises:
+        TypeError: a leaf is not a tensor, or the keys of a dict are not the same on all ranks.
+    """
     try:
         leaves, rebuild = tree_flatten(tree)
     except TypeError as error:
         raise TypeError(f"{name}: {argument}: {error}") from None
-    for i, leaf in enumerate(leaves):
+    found = dict(zip([argument + path for path in tree_paths(tree)], leaves, strict=True))
+    for path, leaf in found.items():
         if not isinstance(leaf, Tensor):
-            at, remedy = f"{argument}{tree_paths(tree)[i]}", "torch.as_tensor(x) makes one"
-            raise TypeError(message(name, at, type(leaf).__name__, "a tensor", remedy))
-    return leaves, rebuild
+            raise TypeError(message(name, path, type(leaf).__name__, "a tensor", "torch.as_tensor(x) makes one"))
+    return found, rebuild
 
 
 def tree_paths(tree: Any) -> list[str]:

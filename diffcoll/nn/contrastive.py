@@ -23,13 +23,13 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from diffcoll.collectives.all_gather import all_gather, gathered_as
+from diffcoll.core import expect
 from diffcoll.core.arguments import Sizes
 from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import CollectiveMismatchError, message
-from diffcoll.core.exchange import agree_on_gradients, exchanged, gradients_needed
-from diffcoll.core.expect import integer
+from diffcoll.core.exchange import agree_on_gradients, exchanged, gradients_needed, lengths_of
 from diffcoll.core.groups import resolve
-from diffcoll.core.torch_private.tracing import assume, is_known, is_observed
+from diffcoll.core.torch_private.tracing import is_known, is_observed
 from diffcoll.core.torch_private.transforms import carries_tangents, is_eager, is_within_transform
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
@@ -133,19 +133,12 @@ def sizes_of_ranks(
     if sizes is None or (sizes == "auto" and engine.size == 1):
         lengths = [rows] * engine.size
     elif sizes != "auto":
-        lengths = [integer(name, "sizes", size, least=0) for size in sizes]
-        if len(lengths) != engine.size or lengths[engine.rank] != rows:
-            expected = f"{engine.size} sizes, one per rank, {rows} at position {engine.rank}"
-            raise ValueError(message(name, "sizes", lengths, expected, 'sizes="auto" asks every rank'))
+        lengths = list(expect.sizes(name, "sizes", sizes, engine.size, (engine.rank, rows)))
     else:
         every = exchanged(engine, [rows, x.shape[-1], columns, gradients_needed(*collectives)])
-        lengths, widths, others, needs = ([*of_ranks] for of_ranks in zip(*every, strict=True))
-        if torch.compiler.is_compiling():  # which does not know it of numbers that ranks have sent
-            for length in lengths:
-                assume(length >= 0)
-            assume(lengths[engine.rank] == rows)
-            others = ()
-        else:
+        lengths = lengths_of(engine, every, rows)
+        if not engine.compiling:  # which cannot compare numbers that ranks have sent
+            _, widths, others, needs = ([*of_ranks] for of_ranks in zip(*every, strict=True))
             for r, width in enumerate(widths):
                 if width != widths[0]:
                     raise CollectiveMismatchError(f"{name}: rank 0 has D = {widths[0]}, rank {r} has {width}")

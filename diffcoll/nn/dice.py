@@ -148,5 +148,4 @@ def _dims(name: str, dims: Dims, p: Tensor) -> tuple[int, ...]:
             got, expected = f"'per class' for shape {tuple(p.shape)}", "(b, C, …), with the classes in dim 1"
             raise ValueError(message(name, "dims", got, expected))
         return tuple(d for d in range(p.ndim) if d != 1)
-    types = '"per class", None, an integer or a sequence of integers'
-    return expect.dims(name, "dims", dims, p, types, "different dimensions of {2}, at least one")
+    return expect.dims(name, "dims", dims, p)

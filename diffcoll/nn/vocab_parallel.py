@@ -102,8 +102,9 @@ def vocab_parallel_cross_entropy(
 
     Source: notes/training/vocab-parallel.md.
     """
-    expect.fraction(_NAME, "label_smoothing", label_smoothing)
-    expect.not_negative(_NAME, z_loss=z_loss)
+    expect.not_negative(_NAME, label_smoothing=label_smoothing, z_loss=z_loss)
+    if label_smoothing > 1:
+        raise ValueError(message(_NAME, "label_smoothing", label_smoothing, "a number from 0 to 1"))
     expect.integer(_NAME, "ignore_index", ignore_index)
     expect.choice(_NAME, "reduction", reduction, ("mean", "sum", "none"), "it is over the tokens, not over the ranks")
     check_chunk_size(_NAME, chunk_size)
