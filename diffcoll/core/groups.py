@@ -31,17 +31,25 @@ _solo = SoloEngine()
 _LAUNCHERS = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 
 
-def resolve(group: Any, operation: str) -> Engine:
-    """Return the engine of `group` for this rank; errors are prefixed with `operation`."""
+def resolve(group: Any, operation: str, query: bool = False) -> Engine:
+    """Return the engine of `group` for this rank; errors are prefixed with `operation`.
+
+    `query`: for a number that a thread of a simulated rank may ask for.
+    """
     if group is None:
-        group = (THREAD.rank or PROCESS).default_group
+        group = (_asking(query) or PROCESS).default_group
     if torch.compiler.is_compiling():
         return NamedEngine(_constants(group, operation))
-    return _resolved(group, operation)
+    return _resolved(group, operation, query)
 
 
-def _resolved(group: Any, operation: str) -> Engine:
-    refuse_thread(operation)
+def _asking(query: bool) -> Any:
+    return THREAD.rank or (THREAD.started_by if query else None)
+
+
+def _resolved(group: Any, operation: str, query: bool = False) -> Engine:
+    if (me := _asking(query)) is None:
+        refuse_thread(operation)
     try:
         engine = _find(group)
     except ValueError as error:
@@ -53,7 +61,7 @@ def _resolved(group: Any, operation: str) -> Engine:
             f"{operation}: group: got {type(group).__name__}, expected None, a torch.distributed.ProcessGroup, "
             "a one-dimensional DeviceMesh or an mpi4py.MPI.Comm; torch.distributed.new_group([…]) makes one"
         )
-    if THREAD.rank is not None:
+    if me is not None:
         raise RuntimeError(f"{operation}: group: the process group of this simulated rank was destroyed")
     if not outsiders and _launched():  # simulated ranks set the environment
         raise RuntimeError(
@@ -166,7 +174,7 @@ def get_rank(group: Group = None) -> int:
     Raises:
         ValueError: this process is not in the group.
     """
-    return resolve(group, "get_rank").rank
+    return resolve(group, "get_rank", query=True).rank
 
 
 def get_world_size(group: Group = None) -> int:
@@ -182,7 +190,7 @@ def get_world_size(group: Group = None) -> int:
     Raises:
         ValueError: this process is not in the group.
     """
-    return resolve(group, "get_world_size").size
+    return resolve(group, "get_world_size", query=True).size
 
 
 class set_default_group:
