@@ -375,6 +375,7 @@ MISMATCHES = {
     "shape of a reduction": lambda r: dist.reduce(ones(2 - r), 0),  # one number can be added to two
     "dtype": lambda r: dist.all_reduce(ones(1) if r else ones(1).long()),
     "one rank's own": lambda r: dist.reduce_scatter_tensor(ones(1), ones(2).double()),
+    "one part": lambda r: dist.all_gather([ones(1), ones(2)], ones(1)),
     "coalesced": lambda r: dist.group.WORLD.allreduce_coalesced([ones(1) for _ in range(r + 1)]).wait(),
     "groups": groups_in_another_order(dist.all_reduce),
     "groups, diffcoll": groups_in_another_order(dc.all_reduce),
@@ -412,6 +413,7 @@ WRONG = {
     "remainder": lambda: dist.reduce_scatter_tensor(ones(1), ones(3)),
     "op": lambda: dist.all_reduce(ones(1), dist._make_nccl_premul_sum(2.0)),
     "sizes": lambda: dist.all_to_all_single(ones(2), ones(3), [1, 1], [1, 1]),
+    "sizes, meta": lambda: dist.all_to_all_single(ones(2).to("meta"), ones(3).to("meta"), [1, 1], [1, 1]),
     "twice": lambda: dist.init_process_group("gloo"),
     "transform": lambda: torch.func.vmap(lambda x: (dist.all_reduce(x), x)[1])(ones(2)),
 }
@@ -552,9 +554,11 @@ def test_memory_is_released():
         alive.append(weakref.ref(x))
         dist.all_reduce(x)
         dist.all_reduce(torch.ones(1), async_op=True)  # never waited for
+        y = torch.ops._c10d_functional.all_reduce(torch.ones(1, device="meta"), "sum", dist.group.WORLD.group_name)
+        alive.append(weakref.ref(y))
         alive.append(weakref.ref(dist.new_group()))
         nn.parallel.DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
 
     simulate(body, range(2))
     gc.collect()
-    assert [x() for x in alive] == [None] * 4
+    assert [x() for x in alive] == [None] * 6

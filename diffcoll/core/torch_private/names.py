@@ -85,7 +85,10 @@ NAMES = {
         "torch.fx.experimental.proxy_tensor.get_proxy_mode": "whether make_fx traces",
         "torch._subclasses.fake_tensor.FakeTensor": "tensors without memory",
         "torch._C._dispatch_get_all_op_names": "which functional collectives there are",
+        "torch._C._dispatch_has_kernel_for_dispatch_key": "the same",
         "torch.library.Library._destroy": "kernels that are replaced for a while",
+        "torch._library.simple_registry.singleton": "the same, of FakeTensorMode",
+        "torch._C.DispatchKeySet": "kernels for the CPU",
     },
     "torch.compile": {
         "torch._higher_order_ops.effects._EffectType.ORDERED": "collectives in a graph stay, in their order",

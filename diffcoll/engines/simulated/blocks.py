@@ -7,8 +7,9 @@ tensors. Tensors without memory (meta, fake) are compared alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,99 +29,100 @@ _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Block(NamedTuple):
-    """What is compared of a tensor; of a tensor without memory there is nothing else."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    memory: bool = False
-
-    def rows(self, rows: int | None = None) -> Block:
-        """Return so many of the rows along dimension 0, in 1-d; None: all."""
-        numel = torch.Size(self.shape).numel()
-        return self._replace(shape=(numel if rows is None else rows * (numel // self.shape[0]),))
-
-    def cut(self, n: int) -> Block:
-        """Return one of n equal parts, in 1-d."""
-        numel = torch.Size(self.shape).numel()
-        if numel % n:
-            raise ValueError(f"torch.distributed: got {numel} numbers, expected a multiple of N = {n}")
-        return self._replace(shape=(numel // n,))
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {self.shape}{'' if self.memory else ' without memory'}"
+#: What is compared of a tensor: its dtype, its shape, and whether it has memory.
+Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...], bool]
+#: None: nothing is sent, or expected.
+Part: TypeAlias = Tensor | None
+#: What is sent to each rank, or expected from it: the same for all, for some of them, or one for each.
+Blocks: TypeAlias = Part | Mapping[int, Part] | Sequence[Part]
+#: What a rank receives: where it expects it, and what to write there.
+Received: TypeAlias = list[tuple[Tensor, Tensor]]
 
 
 class Misfit(Exception):
     """Rank `receiver` of a group expects another block than rank `sender` sends."""
 
-    def __init__(self, receiver: int, sender: int, into: Block | None, block: Block | None) -> None:
+    def __init__(self, receiver: int, sender: int, *kinds: Kind | None) -> None:
         self.receiver, self.sender = receiver, sender
-        self.expects, self.sends = (str(b or "nothing") for b in (into, block))
+        self.expects, self.sends = (
+            f"{k[0]} {k[1]}{'' if k[2] else ' without memory'}" if k else "nothing" for k in kinds
+        )
 
 
-#: None: nothing is sent, or expected.
-Part = Tensor | Block | None
+def kind(x: Part) -> Kind | None:
+    """Return what is compared of x."""
+    return None if x is None else (x.dtype, tuple(x.shape), has_memory(x))
 
 
+def cut(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Cut dimension 0 into parts of these sizes; without memory, those of one size are one tensor."""
+    if has_memory(x):
+        return x.split_with_sizes(list(sizes))
+    if sum(sizes) != x.shape[0]:
+        raise ValueError(f"got parts of {sizes} rows, expected a sum of {x.shape[0]}")
+    parts = {size: x.narrow(0, 0, size) for size in {*sizes}}
+    return [parts[size] for size in sizes]
+
+
+@dataclass(frozen=True)
 class Row:
     """What one rank sends to, or expects from, each rank of a group: `block`, but for the ranks in `others`."""
 
-    __slots__ = ("block", "others")
-
-    def __init__(self, block: Part, others: Mapping[int, Part] | None = None) -> None:
-        self.block, self.others = _part(block), {r: _part(x) for r, x in (others or {}).items()}
+    block: Part
+    others: Mapping[int, Part] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, blocks: Sequence[Part]) -> Row:
-        """Return the row of one block for each rank."""
-        if len({*map(id, blocks)}) == 1:
-            return cls(blocks[0])
-        row = cls(None, dict(enumerate(blocks)))
-        kinds = {*row.others.values()} if all(isinstance(x, Block) for x in row.others.values()) else {None}
-        return row if len(kinds) > 1 or None in kinds else cls(kinds.pop())
+    def of(cls, n: int, blocks: Blocks, each: Callable[[Tensor], Tensor] = lambda x: x) -> Row:
+        """Return the row of `each` block, for n ranks; it is called once for each tensor."""
+        if isinstance(blocks, Tensor) or blocks is None:
+            return cls(None if blocks is None else each(blocks))
+        if not isinstance(blocks, Mapping):
+            if len(blocks) != n:
+                raise ValueError(f"torch.distributed: got {len(blocks)} tensors, expected {n}, one for each rank")
+            if len({*map(id, blocks)}) == 1:
+                return cls.of(n, blocks[0], each)
+            blocks = dict(enumerate(blocks))
+        parts = {i: each(x) for i, x in {id(x): x for x in blocks.values() if x is not None}.items()}
+        return cls(None, {r: parts.get(id(x)) for r, x in blocks.items()})
 
     def __getitem__(self, rank: int) -> Part:
         return self.others.get(rank, self.block)
 
-    def kinds(self) -> tuple[Block | None, tuple[tuple[int, Block | None], ...]]:
+    def kinds(self) -> object:
         """Return what is compared of this row."""
         return kind(self.block), tuple((r, kind(x)) for r, x in self.others.items())
 
 
-def _part(x: Part) -> Part:
-    return x if not isinstance(x, Tensor) or has_memory(x) else kind(x)
-
-
-def kind(x: Part) -> Block | None:
-    """Return what is compared of x."""
-    return Block(x.dtype, tuple(x.shape), has_memory(x)) if isinstance(x, Tensor) else x
-
-
-def deliver(op: str, ranks: Sequence[Sequence[tuple[Row, Row]]]) -> list[None]:
-    """Write what every rank sends to where its receiver expects it, in one exchange after the other.
+def deliver(op: str, ranks: Sequence[Sequence[tuple[Row, Row]]]) -> list[Received]:
+    """Return what each rank receives of what all send, in one exchange after the other.
 
     With `op` all that a rank receives is reduced, in the order of ranks, to one output.
     """
-    # The modes are those of one rank; tensors of a rank in inference mode can be written in that mode only.
-    with unobserved(), torch.inference_mode():
+    received: list[Received] = [[] for _ in ranks]
+    with unobserved(), torch.inference_mode():  # the modes are those of one rank
         for exchanges in zip(*ranks, strict=True):
             sends, recvs = zip(*exchanges, strict=True)
             expect_fit(sends, recvs)
-            (_reduce if op else _copy)(op, sends, recvs)
-    return [None] * len(ranks)
+            (_reduce if op else _move)(op, sends, recvs, received)
+    return received
+
+
+def write(received: Received) -> None:
+    """Write what a rank has received; tensors of inference mode can be written in that mode only."""
+    if received:
+        with unobserved(), torch.inference_mode():
+            for y, block in received:
+                y.copy_(block.view(y.shape))
 
 
 def expect_fit(sends: Sequence[Row], recvs: Sequence[Row]) -> None:
     """Raise unless each rank expects from each rank what that one sends."""
-    receivers = _alike(recvs)
     for senders in sorted(_alike(sends), key=len):  # an error names the rank that differs from most
-        for group in receivers:
-            row, into = sends[senders[0]], recvs[group[0]]
-            sent = {kind(row[r]) for r in group} if row.others else {kind(row.block)}
-            expected = {kind(into[s]) for s in senders} if into.others else {kind(into.block)}
+        for receivers in _alike(recvs):
+            row, into = sends[senders[0]], recvs[receivers[0]]
+            sent, expected = {kind(row[r]) for r in receivers}, {kind(into[s]) for s in senders}
             if not all(fits(y, x) for y in expected for x in sent):
-                pairs = ((r, s, kind(recvs[r][s]), kind(sends[s][r])) for r in group for s in senders)
+                pairs = ((r, s, kind(recvs[r][s]), kind(sends[s][r])) for r in receivers for s in senders)
                 raise Misfit(*next(pair for pair in pairs if not fits(*pair[2:])))
 
 
@@ -132,37 +134,34 @@ def _alike(rows: Sequence[Row]) -> list[list[int]]:
     return list(groups.values())
 
 
-def fits(into: Block | None, block: Block | None) -> bool:
+def fits(into: Kind | None, block: Kind | None) -> bool:
     """Whether a rank that expects `into` can receive `block`.
 
     An empty block need not be sent, and one in 1-d stands for any shape.
     """
     if into is None or block is None:
-        return all(b is None or 0 in b.shape for b in (into, block))
-    same = into.dtype == block.dtype and into.memory == block.memory
-    return same and (block.shape == into.shape or block.shape == (torch.Size(into.shape).numel(),))
+        one = into or block
+        return one is None or 0 in one[1]
+    return block in (into, (into[0], (torch.Size(into[1]).numel(),), into[2]))
 
 
-def _copy(_: str, sends: Sequence[Row], recvs: Sequence[Row]) -> None:
+def _move(_: str, sends: Sequence[Row], recvs: Sequence[Row], received: list[Received]) -> None:
     for r, row in enumerate(recvs):
-        expected = row.others.items() if row.block is None else ((s, row[s]) for s in range(len(sends)))
-        if isinstance(row.block, Block):
-            continue
-        for s, into in expected:
-            block = sends[s][r]
-            if isinstance(into, Tensor) and isinstance(block, Tensor):
-                into.copy_(block.view(into.shape))
+        for s in range(len(sends)) if row.block is not None and has_memory(row.block) else row.others:
+            into, block = row[s], sends[s][r]
+            if into is not None and block is not None and has_memory(into):
+                received[r].append((into, block))
 
 
-def _reduce(op: str, sends: Sequence[Row], recvs: Sequence[Row]) -> None:
+def _reduce(op: str, sends: Sequence[Row], recvs: Sequence[Row], received: list[Received]) -> None:
     alike = not any(row.others for row in sends)  # all ranks receive the same: computed once
     total: Tensor | None = None
     for r, row in enumerate(recvs):
-        if isinstance(row.block, Tensor):
+        if row.block is not None and has_memory(row.block):
             if total is None or not alike:
                 blocks: list[Any] = [row[r] for row in sends]
                 total = _reduced(op, blocks)
-            row.block.copy_(total.view(row.block.shape))
+            received[r].append((row.block, total))
 
 
 def _reduced(op: str, blocks: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,6 @@ from diffcoll.engines.rank_state import NO_GRAPHS, THREAD, refuse_thread, thread
 from diffcoll.engines.simulated.engine import LocalEngine
 from diffcoll.engines.simulated.functional import met
 from diffcoll.engines.simulated.group import SimulatedGroup
-from diffcoll.engines.simulated.report import Mesh
 from diffcoll.engines.simulated.submodules import followed
 
 require("simulated ranks")
@@ -160,5 +160,6 @@ def _coordinate(mesh: Any) -> Any:
 def _set_coordinate(mesh: Any, coordinate: Any) -> None:
     mesh.__dict__["_coordinate_on_dim"] = coordinate
     report, ranks, shape = THREAD.rank.world.report, mesh._flatten_rank_map, mesh.shape
-    if len(ranks) == len(report.ranks) and len(shape) > len(report.mesh.shape if report.mesh else ()):
-        report.mesh = Mesh.of(mesh.mesh_dim_names, shape, ranks)
+    if len(ranks) == len(report.ranks) and len(shape) > len(report.shape):
+        report.dims, report.shape = mesh.mesh_dim_names or tuple(f"dim {dim}" for dim in range(len(shape))), shape
+        report.coordinates = dict(zip(ranks, product(*map(range, shape)), strict=True))

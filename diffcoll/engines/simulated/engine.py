@@ -5,19 +5,21 @@ In a joint graph a meeting is a whole collective, combined by a function that `d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
+from diffcoll.core.errors import within_backward
 from diffcoll.core.torch_private.tracing import is_traced
-from diffcoll.core.torch_private.without_memory import has_memory
-from diffcoll.engines.engine import Blocks, Engine, Wait, is_even
+from diffcoll.engines.engine import Blocks, Engine, Wait
 from diffcoll.engines.rank_state import NO_GRAPHS, THREAD
-from diffcoll.engines.simulated.blocks import Block, Row, deliver
+from diffcoll.engines.simulated.blocks import Row, cut, deliver, write
 from diffcoll.engines.simulated.meetings import Combine, Entry
 from diffcoll.engines.simulated.world import Rank, World
+from diffcoll.engines.turn import IDLE
 
 
 class LocalEngine(Engine):
@@ -39,7 +41,6 @@ class LocalEngine(Engine):
         self.ranks, self.names = ranks, names
         self.description = f"a simulated group of {self.size} ranks"
         self.in_one_graph = self.world.truth is not None
-        self.number = self.world.group(ranks, *names)
         self._meetings = 0  # how many this rank has joined
         self._twins = 0
 
@@ -57,27 +58,26 @@ class LocalEngine(Engine):
     def all_reduce(self, x: Tensor, y: Tensor, later: bool = False) -> Wait:
         if x is not y:
             y.copy_(x)
-        row = Row(y)
-        return self._meet("a sum", (row, row), "SUM")  # computed once, for all ranks
+        return self._meet(y, y, "SUM")  # computed once, for all ranks
 
     @override
     def exchange(self, sends: Blocks, recvs: Blocks, later: bool = False) -> Wait:
-        return self._meet("blocks", (Row.of(sends), Row.of(recvs)))
+        return self._meet(sends, recvs)
 
     @override
     def all_gather(self, x: Tensor | None, row: Tensor, counts: list[int], later: bool = False) -> Wait:
-        if x is None or has_memory(x):
-            return super().all_gather(x, row, counts, later)
-        return self._meet("blocks", (Row(x.view(-1)), _parts(row, counts)))
+        parts = cut(row, counts)
+        return self._meet(parts[self.rank] if x is None else x.view(-1), parts)
 
     @override
     def reduce_scatter(self, row: Tensor, counts: list[int], out: Tensor, later: bool = False) -> Wait:
-        if has_memory(row):
-            return super().reduce_scatter(row, counts, out, later)
-        return self._meet("blocks", (_parts(row, counts), Row(out.view(-1))))
+        return self._meet(cut(row, counts), out.view(-1), "SUM")
 
-    def _meet(self, primitive: str, rows: tuple[Row, Row], op: str = "") -> Wait:
-        return self.meet(self.now.name, self.now.detail or primitive, [rows], partial(deliver, op))
+    def _meet(self, sends: Any, recvs: Any, op: str = "") -> Wait:
+        rows = Row.of(self.size, sends), Row.of(self.size, recvs)
+        how = self.now.detail or op or "blocks"
+        # Written for all ranks at once: a rank that has received its blocks may overwrite what it sends.
+        return self.meet(self.now.name, how, [rows], lambda ranks: [*map(write, deliver(op, ranks))])
 
     @override
     def run_truth(self, name: str, x: Any, arguments: dict[str, Any], facts: str) -> Any:
@@ -85,15 +85,10 @@ class LocalEngine(Engine):
             raise RuntimeError(f"{name}: {NO_GRAPHS}")
         return self.meet(name, facts, (x, arguments), partial(self.world.truth, name))()
 
-    def meet(self, what: str, how: object, payload: Any, combine: Combine, of_torch: bool = False) -> Wait:
+    def meet(self, what: str, how: object, payload: Any, combine: Combine) -> Callable[[], Any]:
         """Join the group's next meeting; return what waits for this rank's result."""
         self._meetings += 1
-        entry = Entry(what, how, payload, self.now.origin, group=self.mesh_dim, of_torch=of_torch)
-        return self.world.meet(self.me, self.ranks, (self.number, self._meetings), entry, combine)
-
-
-def _parts(row: Tensor, counts: list[int]) -> Row:
-    """Return the parts of a tensor without memory, one after the other."""
-    if is_even(counts):
-        return Row(Block(row.dtype, (counts[0],)))
-    return Row(None, {r: Block(row.dtype, (count,)) for r, count in enumerate(counts)})
+        origin = self.now.origin
+        within = "" if self.now is IDLE or origin else within_backward()
+        entry = Entry(what, how, payload, origin, within, self.mesh_dim)
+        return self.world.meet(self.me, self.ranks, (self.ranks, self.names, self._meetings), entry, combine)

@@ -2,88 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._library import simple_registry
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import _functional_collectives as functional
 
-from diffcoll.core.torch_private.without_memory import meta_kernels
+from diffcoll.core.torch_private.without_memory import is_recorded
 from diffcoll.engines.rank_state import THREAD
 
 _c: Any = torch._C._distributed_c10d
-#: Of one call: the group of the rank, its output (one or several), its inputs, and the other arguments.
-Start = Callable[..., dist.Work]
+#: What communicates: the ops of two namespaces, and one of DTensor's.
+_OPS = "_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::shard_dim_alltoall"
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-def _opts(kind: type, **attributes: Any) -> Any:
-    opts = kind()
-    for name, value in attributes.items():
-        setattr(opts, name, value)
-    return opts
+@contextmanager
+def met() -> Iterator[None]:
+    """Let functional collectives of tensors without memory meet on ranks, as those of tensors with memory do.
+
+    PyTorch's Meta kernels, which also compute FakeTensors, send nothing. Its kernels for the CPU work for such tensors,
+    too, and are called in their place, below all modes, unless a tracer records the call.
+    """
+    with ExitStack() as undo:
+        log = logging.getLogger(FakeTensor.__module__)
+        log.addFilter(_quiet)
+        undo.callback(log.removeFilter, _quiet)
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith(_OPS) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+                space, op = name.split("::")
+                fake = simple_registry.singleton.find(name).fake_impl
+                kernel = _KERNELS.get(op) or partial(getattr(getattr(torch.ops, space), op).default.redispatch, _CPU)
+                # `torch.library.get_kernel` returns a kernel that within modes calls what was registered last.
+                names = f"_{op}_native_meta", f"_{op}_meta"
+                known = (getattr(functional, name) for name in names if hasattr(functional, name))
+                original = fake.kernel or next(known, kernel)
+                library = torch.library.Library(space, "IMPL")  # type: ignore[no-untyped-call]
+                undo.callback(library._destroy)
+                library.impl(op, partial(_call, original, kernel), "Meta", allow_override=True)  # type: ignore[no-untyped-call]
+                undo.callback(setattr, fake, "kernels", fake.kernels)
+                fake.kernels = []  # else FakeTensorMode calls these, and no Meta kernel
+        yield
 
 
-def _reducing(kind: type, op: str) -> Any:
-    return _opts(kind, reduceOp=getattr(dist.ReduceOp, op.upper()))
+def _call(original: Callable[..., Any], kernel: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    return (original if THREAD.rank is None or is_recorded() else kernel)(*args, **more)
 
 
-def _started(original: Callable[..., Any], start: Start, x: Any, *arguments: Any, out: Tensor | None = None) -> Any:
-    """Return the output of a call, which `wait_tensor` waits for; the last argument is the group."""
-    *others, group = arguments
-    y = original(x, *arguments) if out is None else out
-    work = start(_c._resolve_process_group(group) if isinstance(group, str) else group, y, x, *others)
-    for each in [y] if isinstance(y, Tensor) else y:
-        storage = each.untyped_storage()  # autograd makes other tensors of y, on the same storage
-        THREAD.rank.in_flight[storage._cdata] = storage, work
-    return y
+def _quiet(record: object) -> bool:
+    return THREAD.rank is None  # FakeTensorMode logs what a kernel raises, on each rank
 
 
-def _wait(original: Callable[..., Any], x: Tensor) -> Any:
-    _, work = THREAD.rank.in_flight.pop(x.untyped_storage()._cdata, (None, None))
-    if work is not None:
-        work.wait()
-    return original(x)
+def forget(works: Iterable[Any]) -> None:
+    """Remove works from PyTorch's table: when the process ends, it warns of all that nobody has waited for."""
+    for x in (y for work in works for y in work.outputs):
+        with suppress(RuntimeError):
+            torch.ops._c10d_functional.wait_tensor.default.redispatch(_CPU, x)
 
 
-def _messages(original: Callable[..., Any], ops: Any, peers: Any, tags: Any, xs: Sequence[Tensor], group: Any) -> Any:
-    kernels = {"isend": _STARTS["isend"], "irecv": _STARTS["irecv"]}
-    ys = original(ops, peers, tags, xs, group)
-    return [
-        _started(lambda *_, y=y: y, kernels[op], x, peer, tag, group)
-        for op, peer, tag, x, y in zip(ops, peers, tags, xs, ys, strict=True)
-    ]
+def _batch(ops: Sequence[str], peers: Any, tags: Any, xs: Sequence[Tensor], group: Any) -> list[Tensor]:
+    calls = zip(ops, xs, peers, tags, strict=True)
+    return [getattr(torch.ops._c10d_functional, op)(x, peer, tag, group) for op, x, peer, tag in calls]
 
 
-#: By the name of the op; those in place, or with an output argument, do the same.
-_STARTS: dict[str, Start] = {
-    "all_reduce": lambda group, y, x, op: group.allreduce([x], _reducing(dist.AllreduceOptions, op)),
-    "all_reduce_coalesced": lambda group, ys, xs, op: group.allreduce(xs, _reducing(dist.AllreduceOptions, op)),
-    "all_gather_into_tensor": lambda group, y, x, n: group._allgather_base(y, x),
-    "all_gather_into_tensor_coalesced": lambda group, ys, xs, n: group.allgather_into_tensor_coalesced(ys, xs),
-    "reduce_scatter_tensor": lambda group, y, x, op, n: group._reduce_scatter_base(
-        y, x, _reducing(dist.ReduceScatterOptions, op)
-    ),
-    "reduce_scatter_tensor_coalesced": lambda group, ys, xs, op, n: group.reduce_scatter_tensor_coalesced(
-        ys, xs, _reducing(dist.ReduceScatterOptions, op)
-    ),
-    "all_to_all_single": lambda group, y, x, outs, ins: group.alltoall_base(y, x, outs or [], ins or []),
-    "broadcast": lambda group, y, x, src: group.broadcast([x], _opts(dist.BroadcastOptions, rootRank=src)),
-    "isend": lambda group, y, x, dst, tag: group.send([x], dst, tag),
-    "irecv": lambda group, y, x, src, tag: group.recv([y], src, tag),
-}
+def _shard_dim_alltoall(x: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:
+    group = _c._resolve_process_group(group) if isinstance(group, str) else group
+    parts = [part.contiguous() for part in x.chunk(group.size(), shard_dim)]
+    group.alltoall(received := [torch.empty_like(part) for part in parts], parts).wait()
+    return torch.cat(received, gather_dim)
 
 
-def met() -> AbstractContextManager[None]:
-    """Let the functional collectives of a rank meet those of the other ranks."""
-
-    def kernel(start: Start) -> Callable[..., Any]:
-        return lambda original, *arguments, **more: _started(original, start, *arguments, **more)
-
-    kernels = {name + suffix: kernel(start) for name, start in _STARTS.items() for suffix in ("", "_", "_out")}
-    kernels |= {"batch_p2p_ops": _messages, "wait_tensor": _wait}
-    # Its own kernel returns a new tensor, for which nobody would wait (torch 2.13).
-    kernels["_wrap_tensor_autograd"] = lambda original, x: functional.AsyncCollectiveTensor(x)
-    return meta_kernels(functional, kernels, lambda: THREAD.rank is not None)
+#: Of ops whose kernel for the CPU calls what a group written in Python does not have.
+_KERNELS: dict[str, Callable[..., Any]] = {"batch_p2p_ops": _batch, "shard_dim_alltoall": _shard_dim_alltoall}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffcoll.core.errors import Origin, within_backward
+from diffcoll.core.errors import Origin
 
 #: What each rank of a meeting brings → each rank's result.
 Combine = Callable[[list[Any]], Sequence[Any]]
@@ -19,15 +19,14 @@ class Entry:
     what: str  # the collective
     how: object  # what else must be equal on all ranks: the primitive of the engine, or an operation and a root
     payload: Any
-    origin: Origin | None  # the forward call, if this is its backward
-    submodule: str = ""  # whose forward makes the call
-    relative: str = ""  # `what`, with the other rank of a message relative to this one
+    origin: Origin | None = None  # the forward call, if this is its backward
+    within: str = ""  # words, if a backward makes this forward call
     group: str = ""  # the dimension of a mesh
-    of_torch: bool = False  # a call of torch.distributed
+    relative: str = ""  # `what`, with the other rank of a message relative to this one
+    submodule: str = ""  # whose forward makes the call
 
     def __post_init__(self) -> None:
         self.forward = self.origin or Origin(self.what)
-        self.within = "" if self.origin else within_backward()  # words, if a backward makes this forward call
 
     def words(self, relative: bool = False) -> str:
         """Return words for the call and its line; `relative`: equal on ranks that do the same."""
@@ -43,7 +42,6 @@ class Meeting:
     ranks: Sequence[int]  # who take part; for a message that any rank may send, all ranks
     entries: dict[int, Entry] = field(default_factory=dict)
     results: dict[int, Any] | None = None
-    waiting: list[Any] = field(default_factory=list)  # ranks that wait for the result
     off: str = ""  # why it was called off, which every rank raises that waits for it
     raised: bool = False  # whether one has
 
@@ -51,8 +49,3 @@ class Meeting:
     def missing(self) -> list[int]:
         """The ranks that have not joined."""
         return [r for r in self.ranks if r not in self.entries]
-
-    @property
-    def is_split(self) -> bool:
-        """Whether ranks have joined from different submodules."""
-        return len({entry.submodule for entry in self.entries.values()}) > 1

@@ -11,7 +11,8 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,92 +22,104 @@ from torch.autograd import forward_ad
 from diffcoll.engines.rank_state import launched_as
 
 _VARIABLES = tuple(launched_as(0, 1))
-#: A rank may be in `warnings.catch_warnings` or in forward mode, or have redirected its output, when it gives way.
-_ATTRIBUTES = [
-    (module, name)
-    for module, names in (
-        (warnings, ("filters", "showwarning", "_showwarnmsg_impl")),
-        (sys, ("stdout", "stderr", "excepthook")),
-        (forward_ad, ("_current_level",)),
-        (eager_transforms, ("JVP_NESTING",)),
-    )
-    for name in names
-    if hasattr(module, name)
+#: Bytes of the state of NumPy's MT19937: 624 words, and the position of the next one.
+_MT19937 = ctypes.c_char * (625 * 4)
+#: NumPy's state when it was last read or set.
+_known: tuple[bytes, Any] = b"", None
+
+
+def _numpy() -> tuple[bytes, Any]:
+    """Return the memory of NumPy's generator, and its state, which takes 50 µs to get: only if numbers were drawn."""
+    global _known
+    bits, numpy = _bits_of_numpy(), sys.modules.get("numpy")
+    memory = bits.raw if bits else b""
+    # Numbers of the normal distribution are drawn in pairs, of which the second is not in this memory.
+    if numpy is not None and (not memory or memory != _known[0] or _known[1][3]):
+        _known = memory, numpy.random.get_state()
+    return _known
+
+
+def _set_numpy(state: tuple[bytes, Any]) -> None:
+    global _known
+    bits, now = _bits_of_numpy(), _numpy()
+    if bits and state[0] and not (state[1][3] or now[1][3]):
+        bits.raw = state[0]
+    elif state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+    _known = state
+
+
+def _bits_of_numpy() -> Any:
+    """Return the memory of NumPy's global generator; None: it is not an MT19937."""
+    generator: Any = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
+    bits: Any = getattr(generator, "_bit_generator", None)
+    return _MT19937.from_address(bits.ctypes.state_address) if type(bits).__name__ == "MT19937" else None
+
+
+def _variables() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in _VARIABLES}
+
+
+def _set_variables(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        elif os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+#: How to get and to set each part of a state, but for that of accelerators.
+_PARTS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.default_generator.get_state, torch.default_generator.set_state),
+    (random.getstate, random.setstate),
+    (_numpy, _set_numpy),
+    (_variables, _set_variables),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        # The public function imports Inductor.
+        lambda modes: torch._C._set_deterministic_algorithms(modes[0], warn_only=modes[1]),
+    ),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda modes: torch.autograd.set_detect_anomaly(*modes),
+    ),
+    # A rank may be in `warnings.catch_warnings` or in forward mode, or have redirected its output, when it gives way.
+    *(
+        (partial(getattr, module, name), partial(setattr, module, name))
+        for module, names in (
+            (warnings, ("filters", "showwarning", "_showwarnmsg_impl")),
+            (sys, ("stdout", "stderr", "excepthook")),
+            (forward_ad, ("_current_level",)),
+            (eager_transforms, ("JVP_NESTING",)),
+        )
+        for name in names
+        if hasattr(module, name)
+    ),
 ]
 
 
-#: Bytes of the state of NumPy's MT19937: 624 words, and the position of the next one.
-_MT19937 = 625 * 4
-
-
 class State:
-    """The state of the process when this was made.
+    """The state of the process when this was made."""
 
-    NumPy's takes 50 µs to get and as much to set, so it is copied as memory unless numbers have been drawn.
-
-    Args:
-        before: what was restored last; None: nothing.
-    """
-
-    #: The state of the process now; None: it may be another one.
-    _now: State | None = None
-    _half_drawn: bool
-
-    def __init__(self, before: State | None = None) -> None:
-        numpy = sys.modules.get("numpy")
-        self._torch, self._python = torch.default_generator.get_state(), random.getstate()
-        self._numpy: Any = None
-        self._bits = _bits_of_numpy()
-        self._memory = ctypes.string_at(self._bits, _MT19937) if self._bits else b""
-        if before is not None and self._memory and self._memory == before._memory and not before._half_drawn:
-            self._numpy = before._numpy
-        elif numpy is not None:
-            self._numpy = numpy.random.get_state()
-        # Numbers of the normal distribution are drawn in pairs, of which the second is kept elsewhere.
-        self._half_drawn = self._numpy is not None and bool(self._numpy[3])
+    def __init__(self) -> None:
+        self._parts = [get() for get, _ in _PARTS]
         self._devices = [generator.get_state() for generator in _device_generators()]
-        self._dtype = torch.get_default_dtype()
-        self._variables = {name: os.environ.get(name) for name in _VARIABLES}
-        self._attributes = [getattr(module, name) for module, name in _ATTRIBUTES]
-        State._now = self
 
     def restore(self, stream: int | None = None) -> None:
         """Make it the process's again; `stream` seeds generators of an accelerator that was not in use."""
-        now, State._now = State._now, None
-        torch.default_generator.set_state(self._torch)
-        random.setstate(self._python)
-        if now is not None and self._bits and self._bits == now._bits and not (now._half_drawn or self._half_drawn):
-            ctypes.memmove(self._bits, self._memory, _MT19937)
-        elif self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        filters = warnings.filters
+        for (_, set_part), value in zip(_PARTS, self._parts, strict=True):
+            set_part(value)
+        if warnings.filters is not filters:
+            with warnings.catch_warnings():  # clears what the warnings module has cached of other filters
+                pass
         for i, generator in enumerate(_device_generators()):
             if self._devices:
                 generator.set_state(self._devices[i])
             elif stream is not None:
                 generator.manual_seed(stream)
-        torch.set_default_dtype(self._dtype)
-        for name, value in self._variables.items():
-            if now is not None and now._variables[name] == value:
-                continue
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        filters = warnings.filters
-        for (module, name), value in zip(_ATTRIBUTES, self._attributes, strict=True):
-            setattr(module, name, value)
-        if warnings.filters is not filters:
-            with warnings.catch_warnings():  # clears what the warnings module has cached of other filters
-                pass
-
-
-def _bits_of_numpy() -> int:
-    """Return the address of the state of NumPy's global generator; 0: it is not an MT19937."""
-    numpy: Any = sys.modules.get("numpy")
-    if not hasattr(getattr(numpy, "random", None), "get_bit_generator"):  # NumPy 1.24 and later
-        return 0
-    bits = numpy.random.get_bit_generator()
-    return int(bits.ctypes.state_address) if type(bits).__name__ == "MT19937" else 0
 
 
 def _device_generators() -> Sequence[Any]:
@@ -115,24 +128,6 @@ def _device_generators() -> Sequence[Any]:
     module = None if kind is None else torch.get_device_module(kind)
     in_use = module is not None and getattr(module, "is_initialized", lambda: False)()
     return getattr(module, "default_generators", ()) if in_use else ()
-
-
-@contextlib.contextmanager
-def settings_restored() -> Iterator[None]:
-    """Restore what ranks share with the caller, and may change for themselves and leave behind."""
-    environment, precision = dict(os.environ), torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    anomaly, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)  # the public one imports Inductor
-        torch.autograd.set_detect_anomaly(anomaly, check_nan)
-        for name in {*os.environ} - {*environment}:
-            del os.environ[name]
-        os.environ.update(environment)
 
 
 @contextlib.contextmanager

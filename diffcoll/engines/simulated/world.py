@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -24,11 +25,11 @@ from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, message
 from diffcoll.engines.devices import synchronize_streams
 from diffcoll.engines.rank_state import THREAD, NotARankError, launched_as, outsiders, seed_rank
 from diffcoll.engines.simulated.blocks import Misfit
+from diffcoll.engines.simulated.functional import forget
 from diffcoll.engines.simulated.meetings import Combine, Entry, Meeting
 from diffcoll.engines.simulated.report import Report
-from diffcoll.engines.simulated.state import State, settings_restored, shared_forward_mode
+from diffcoll.engines.simulated.state import State, shared_forward_mode
 from diffcoll.engines.simulated.store import SimulatedStore
-from diffcoll.engines.simulated.submodules import Submodules
 
 #: (name of the collective, each rank's tensor and arguments) → each rank's result.
 Truth = Callable[[str, list[tuple[Any, dict[str, Any]]]], list[Any]]
@@ -55,9 +56,10 @@ class Rank(threading.Thread):
         self.default_group: object = None
         self.c10d_groups: Any = None  # its groups of torch.distributed
         self.check_mode: Any = None  # see `core.check_mode`
-        self.state: State | None = None  # of its last pause
-        self.in_flight: dict[int, tuple[Any, Any]] = {}  # functional collectives, by their results' storage
-        self.submodules = Submodules()
+        self.submodules: list[str] = []  # whose forward it runs, from the outermost on
+        self.names: dict[int, str] = {}  # of the outermost one's submodules, by id
+        self.works: WeakSet[Any] = WeakSet()  # of torch.distributed, see `forget`
+        self.joined: dict[Meeting, None] = {}  # those in progress
         self.waits_for: Meeting | None = None
         self.outcome: str = ""  # "returned" or "raised …", once it has ended
 
@@ -75,13 +77,18 @@ class Rank(threading.Thread):
             # Else the backward of an accelerator's tensors runs in a thread of autograd's, which is no rank.
             with torch.autograd.set_multithreading_enabled(False):
                 self.body()
+            for meeting in list(self.joined):  # else a program that hangs would return
+                world.wait(self, meeting)
             self.outcome = "returned"
         except BaseException as error:
             self.outcome = f"raised {type(error).__name__}"
             world.failures.append((self.number, error))
         finally:  # graphs refer to engines, and these to the rank, which must not refer to tensors
             self.default_group = self.c10d_groups = None
-            del self.body, self.submodules, self.in_flight
+            THREAD.rank = None
+            forget(self.works)
+            self.joined.clear()
+            del self.body
         if not world.stopped:
             world.next()
 
@@ -101,16 +108,14 @@ class World:
         self._ranks: list[Rank] = []
         self._ready: deque[Rank] = deque()
         self._over = threading.Semaphore(0)
-        self._groups: dict[object, int] = {}
         self._meetings: dict[object, Meeting] = {}
-        self._off: list[Meeting] = []  # called off
         #: For torch.distributed: the store, and the messages that wait for their counterpart, see `SimulatedGroup`.
         self.store = SimulatedStore(self)
         self.mailboxes: defaultdict[object, list[tuple[int, Meeting]]] = defaultdict(list)
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per rank. Returns their results in the order of ranks, or raises the first error."""
-        self.before, threads = State(), torch.get_num_threads()
+        self.before, threads, environment = State(), torch.get_num_threads(), dict(os.environ)
         results: list[Any] = [None] * self.size
 
         def keep(number: int) -> None:
@@ -121,7 +126,7 @@ class World:
         self._ready.extend(ranks)
         outsiders.update(threading.enumerate())
         try:
-            with settings_restored(), shared_forward_mode():
+            with shared_forward_mode():
                 for rank in ranks:
                     rank.start()
                 self.next()
@@ -134,42 +139,29 @@ class World:
             raise
         finally:
             self.before.restore()
+            for name in {*os.environ} - {*environment}:
+                del os.environ[name]
+            os.environ.update(environment)
             torch.set_num_threads(threads)  # is a default of the process, too
             outsiders.clear()
         for rank in ranks:
             rank.join()
-        text = self._unnoticed()
         self._meetings.clear()  # graphs refer to the world, too
         self.mailboxes.clear()
         if self.failures:
             number, error = self.failures[0]
             error.add_note(f"raised on simulated rank {number} of {self.size}")
             raise error
-        if text:
-            raise CollectiveMismatchError(text)
         return results
 
-    def _unnoticed(self) -> str:
-        """Return what does not fit together of communications that no rank has waited for; "": nothing."""
-        open_meetings = [m for m in self._meetings.values() if not m.off]
-        open_meetings += [meeting for waiting in self.mailboxes.values() for _, meeting in waiting]
-        if open_meetings:
-            return self.report.incomplete(open_meetings)
-        return next((meeting.off for meeting in self._off if not meeting.raised), "")
-
     # ── meetings ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def group(self, ranks: tuple[int, ...], *names: str) -> int:
-        """Return a number for a group of ranks; the names tell groups of the same ranks apart."""
-        return self._groups.setdefault((ranks, names), len(self._groups))
 
     def meet(self, me: Rank, ranks: tuple[int, ...], name: object, entry: Entry, combine: Combine) -> Callable[[], Any]:
         """Add this rank's entry to the meeting of this name; returns a function that waits for its result."""
         expect_thread_of(me)
         meeting = self._meetings.get(name) or self._meetings.setdefault(name, Meeting(ranks))
         first_rank, first = next(iter(meeting.entries.items()), (me.number, entry))
-        entry.submodule = me.submodules.innermost
-        meeting.entries[me.number] = entry
+        wait = self.join(me, meeting, entry)
         complete = len(meeting.entries) == len(ranks)
         if complete:
             del self._meetings[name]
@@ -178,12 +170,18 @@ class World:
         elif entry.what != first.what:
             self.call_off([meeting], "the ranks are in different collectives")
         elif entry.how != first.how:
-            one, other = self.report.names([first_rank]), self.report.names([me.number])
-            differ = f"{one} has {first.how}, {other} {entry.how}"
-            why = f"{entry.what} was called with different arguments: {differ}"
+            hows = f"{self.report.names([first_rank])} has {first.how}, {self.report.names([me.number])} {entry.how}"
+            why = f"{entry.what} was called with different arguments: {hows}"
             self.call_off([meeting], why + _remedy(entry.what))
         elif complete:
             self.complete(meeting, ranks, combine)
+        return wait
+
+    def join(self, me: Rank, meeting: Meeting, entry: Entry) -> Callable[[], Any]:
+        """Add this rank's entry to a meeting; returns a function that waits for its result."""
+        entry.submodule = me.submodules[-1] if me.submodules else ""
+        meeting.entries[me.number] = entry
+        me.joined[meeting] = None
         return partial(self.wait, me, meeting)
 
     def complete(self, meeting: Meeting, ranks: Sequence[int], combine: Combine) -> None:
@@ -199,39 +197,45 @@ class World:
         except Exception as error:
             self.call_off([meeting], f"their arguments do not fit together: {error}")
         else:
-            meeting.results = dict(zip(ranks, results, strict=True))
-            if not self.report.first_split and meeting.is_split:
-                self.report.first_split = self.report.words_of_split(meeting)
+            self.report.first_split = self.report.first_split or self.report.split(meeting)
             meeting.entries.clear()  # they may refer to the ranks' graphs
-            self.wake(meeting)
+            self.end(meeting, dict(zip(ranks, results, strict=True)))
+
+    def end(self, meeting: Meeting, results: dict[int, Any] | None) -> None:
+        """Let the ranks run that wait for this meeting; None: it was called off."""
+        meeting.results = results
+        for rank in map(self._ranks.__getitem__, meeting.ranks):
+            if results is not None:
+                rank.joined.pop(meeting, None)
+            if rank.waits_for is meeting:
+                rank.waits_for = None
+                self._ready.append(rank)
 
     def wait(self, me: Rank, meeting: Meeting) -> Any:
         """Return this rank's result of a meeting; other ranks run until it is there. Raise if it was called off."""
         while meeting.results is None:
             expect_thread_of(me)
             if meeting.off:
-                meeting.raised = True
+                me.joined.pop(meeting, None)
                 raise CollectiveMismatchError(meeting.off)
             me.waits_for = meeting
-            meeting.waiting.append(me)
             self._pause(me)
         return meeting.results[me.number]
 
-    def give_way(self, me: Rank) -> None:
+    def give_way(self) -> None:
         """Let the ranks run that can, before this one goes on."""
-        expect_thread_of(me)
-        if self._ready:
-            self._ready.append(me)
-            self._pause(me)
+        if self._ready and THREAD.rank is not None:
+            self._ready.append(THREAD.rank)
+            self._pause(THREAD.rank)
 
     def _pause(self, me: Rank) -> None:
         """Let other ranks run until it is this rank's turn again."""
-        me.state = State(me.state)
+        state = State()
         self.next()
         me.turn.acquire()
         if self.stopped:
             raise _Stopped
-        me.state.restore(me.stream)
+        state.restore(me.stream)
 
     def next(self) -> None:
         """Let the next rank that can run do so; if all ranks wait, they raise, and if all have ended, the run ends."""
@@ -243,13 +247,6 @@ class World:
         else:
             self._over.release()
 
-    def wake(self, meeting: Meeting) -> None:
-        """Let the ranks run that wait for this meeting."""
-        for rank in sorted(meeting.waiting, key=lambda rank: rank.number):
-            rank.waits_for = None
-            self._ready.append(rank)
-        meeting.waiting.clear()
-
     def call_off(self, meetings: Sequence[Meeting], why: str, deadlock: bool = False) -> None:
         """Raise the same error on all ranks that wait for these meetings, now or later."""
         if not meetings:
@@ -260,8 +257,7 @@ class World:
             text = f"simulated ranks: {why} (no report: {error!r})"
         for meeting in meetings:
             meeting.off = text
-            self._off.append(meeting)
-            self.wake(meeting)
+            self.end(meeting, None)
 
 
 def _remedy(collective: str) -> str:
