@@ -136,7 +136,7 @@ def _write(path: Path, lines: list[str]) -> None:
 
 
 #: A group of questions of the first page that is named after its reader, and its rows.
-_GROUP = re.compile(r"^### (I .*)\n\n\| question \| answer \|\n\|---\|---\|\n((?:\|.*\n)+)", re.MULTILINE)
+_GROUP = re.compile(r"^### (I .*)\n\n((?:[* ] .*\n)+)", re.MULTILINE)
 
 
 def add_first_screen(app: Any, name: str, source: list[str]) -> None:
@@ -155,11 +155,11 @@ def add_cards(app: Any, name: str, source: list[str]) -> None:
         for reader, rows in _GROUP.findall(source[0]):
             anchor = re.sub(r"[^\w -]", "", reader.lower()).replace(" ", "-")
             lines += [f"```{{grid-item-card}} [{reader}](#{anchor})"]
-            questions = re.findall(r"^\| (.*) \| .*?\]\((.*?)\)", rows, re.MULTILINE)
+            questions = re.findall(r"^\* (.*) \[.*?\]\((.*?)\)", rows, re.MULTILINE)
             lines += [f"- [{question}]({answer})" for question, answer in questions[:3]]
             lines += ["```", ""]
-        about, table, rest = source[0].partition("\n\n| | |\n")
-        source[0] = "\n".join([about, "", *lines, "````", table.lstrip("\n") + rest])
+        about, title, rest = source[0].partition("## All pages\n")
+        source[0] = "\n".join([about, *lines, "````", "", title + rest])
 
 
 def add_contents(app: Any, name: str, source: list[str]) -> None:

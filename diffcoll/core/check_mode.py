@@ -69,7 +69,7 @@ class check_mode:
     Args:
         on: whether to compare from this call on.
 
-    Source: notes/running/failures.md.
+    Source: notes/how-to/find-a-hang.md.
     """
 
     def __init__(self, on: bool = True) -> None:
