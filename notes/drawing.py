@@ -129,7 +129,7 @@ def gathers() -> dict[str, list[float]]:
 
     kinds: dict[str, Callable[[Tensor], Tensor]] = {
         "diffcoll.all_gather": dc.all_gather,
-        "own tensor put back: wrong direction": put_back,
+        "own tensor put back: own loss only": put_back,
         "GatherLayer that averages: 1/N": Averaged.apply,
         "torch.distributed.all_gather: none": plain,
     }

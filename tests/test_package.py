@@ -50,7 +50,7 @@ def test_a_newcomer(built, tmp_path):
     programs = {}
     for page in pages:
         programs[page.stem] = [code for _, code in blocks(page.read_text(encoding="utf-8"))]
-    programs["README"] = programs["README"][1:]  # the first four lines are of a user's training
+    programs["README"] = programs["README"][1:]  # the first lines are of a user's training
     for page in pages:
         (tmp_path / f"{page.stem.replace('-', '_')}.py").write_text("\n".join(programs[page.stem]), encoding="utf-8")
     run = "runpy.run_path(f'{name}.py', run_name='__main__')"

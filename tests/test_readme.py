@@ -45,7 +45,7 @@ def train(images, texts, wrap=DistributedDataParallel):
     return names["loss"].detach(), [p.grad for p in names["model"].parameters()]
 
 
-def test_the_four_lines_are_one_process_on_the_whole_batch():
+def test_the_three_lines_are_one_process_on_the_whole_batch():
     generator = torch.Generator().manual_seed(1)
     images, texts = (torch.randn(7, n, generator=generator, dtype=torch.double) for n in (4, 5))
     whole = train(images, texts, wrap=lambda model: model)
