@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from references import LOSSES, data, holds
+from references import LOSSES, data
 from runs import gloo, rules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll as dc
-from diffcoll.nn import functional as f
 
 # ── each loss and batch norm ─────────────────────────────────────────────────────────────────────────────
 
@@ -89,30 +88,3 @@ def test_partial_fc():
         for g in of_model:
             torch.testing.assert_close(g, model.weight.grad)
         torch.testing.assert_close(torch.cat(of_classes), weight.grad)
-
-
-# ── late interaction: documents whose numbers of tokens differ between ranks ─────────────────────────────
-
-
-def max_sim(queries, documents, is_token):
-    """Of each query and document: the sum over the query's tokens of the largest product with one of the document."""
-    products = torch.einsum("qld,kmd->qklm", queries, documents)
-    return products.masked_fill(~is_token[:, None], -torch.inf).amax(3).sum(2)
-
-
-def test_late_interaction():
-    queries, documents = data(6, 2, 3), data(6, 5, 3, seed=1)
-    is_token = torch.arange(5) < torch.tensor([5, 2, 4, 1, 3, 3])[:, None]
-
-    def of_ranks(queries, documents, is_token):
-        longest = int(is_token.sum(1).max()) if len(is_token) else 1  # of this rank's documents
-        mine = {"documents": documents[:, :longest], "is_token": is_token[:, :longest]}
-        everyone = dc.gather_batch(mine, pad=0.0)
-        scores = max_sim(queries, everyone.tree["documents"], everyone.tree["is_token"])
-        own = torch.arange(len(queries)) + everyone.offset
-        return f.token_mean(F.cross_entropy(scores, own, reduction="none"))
-
-    def of_one(queries, documents, is_token):
-        return F.cross_entropy(max_sim(queries, documents, is_token), torch.arange(len(queries)))
-
-    holds(of_ranks, of_one, (queries, documents, is_token), sizes=[(3, 3), (3, 0, 3), (1, 5)], order=1)
