@@ -37,6 +37,7 @@ def assert_matches_single_process(
     module: nn.Module | None = None,
     shard: Callable[[Any, Any], nn.Module] | None = None,
     ranks: Sequence[Any] | Mapping[str, int] | None = None,
+    micro_batches: Sequence[int] | None = None,
     placements: Mapping[str, Placement] | None = None,
     losses: str | Mapping[str, str] = "mean",
     already_reduced: Sequence[str] | None = None,
@@ -80,7 +81,10 @@ def assert_matches_single_process(
             `placements`; ranks that have the same piece must start with the same numbers, and they get the whole's.
         ranks: the rows of each rank, such as (5, 3), or a mesh, such as {"dp": 2, "tp": 2}; or a list of such, each a
             run. None: equal, uneven and empty ranks, two to four, that divide the rows of the batch, such as
-            ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2)); eight rows if the batch is a function.
+            ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2)); eight rows if the batch is a function. A run may have the rows of
+            each micro-batch of each rank, such as [((2, 2), (4,)), ((1, 0, 3), ())]; an int is one micro-batch. Both
+            functions then get a list of parts of the batch, one process that of the whole batch alone.
+        micro_batches: on a mesh the rows of each micro-batch of every rank, such as (1, 3); the functions get lists.
         placements: on a mesh, what each rank has of an input, a parameter made anew, or the "output" (or "output[1]"),
             by its name or a pattern: `Shard`, `Replicate` or `Partial` of `torch.distributed.tensor`, or a function
             (whole, {axis: coordinate}) -> piece, by axis. An axis that is not named is Replicate. What is not named is
@@ -116,7 +120,7 @@ def assert_matches_single_process(
     """
     __tracebackhide__ = _hidden
     _check_choices(_MATCHES, order, on)
-    runs = parsed_ranks(ranks_of_rows(rows_of(batch)) if ranks is None else ranks)
+    runs = parsed_ranks(ranks_of_rows(rows_of(batch)) if ranks is None else ranks, micro_batches)
     if runs[0].rows and shard is not None:
         raise TypeError(message(_MATCHES, "shard", "ranks that have rows", 'a mesh, such as ranks={"dp": 2}'))
     if isinstance(already_reduced, str):

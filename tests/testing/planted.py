@@ -131,7 +131,11 @@ PLANTED = {
     "detached on rank 1": (lambda: clip(detached_on_rank_1), EVEN, "text: right if the calls of detach"),
     "N times": (lambda: clip(right_gather, summed_again), UNEVEN, "scale: [23] = N times that of one process"),
     "local statistics": (partial(program, of_statistics, redundancy, alone), EVEN, "it is the forward that differs"),
-    "mean of means": (lambda: (mean, mean, rows, {}), UNEVEN, "right if ranks are weighted by their rows of x"),
+    "mean of means": (
+        lambda: (mean, mean, rows, {}),
+        UNEVEN,
+        r"the ranks 1/[23] each \(equally\); one process weighs them .* \(by their rows\)",
+    ),
     "equal blocks": (lambda: clip(dc.all_gather), UNEVEN, "right if all ranks have equally many rows, wrong if not"),
     "not finite": (_nan_on_empty, EMPTY, "not finite"),
     "second order": (lambda: _sum_of_rows(CubedSum.apply, 3, order=2), EVEN, "first order is right"),

@@ -425,7 +425,7 @@ PROGRAMS = {
     context: dict.fromkeys(("stale keys", "wrong mask", "wrong offset", "contiguous", "not said"), ""),
     ulysses: dict.fromkeys(("wrong head", "order", "no gradient"), ""),
     tokens: {
-        "local counts": "right if ranks are weighted by their ones of mask",
+        "local counts": r"one process weighs them .* \(by their ones of mask\)",
         "padding": "which is the part of mask that is one",
         "mean of the axes": "",
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
@@ -26,14 +27,18 @@ class Batch:
         tree: the arguments; floating-point tensors get gradients, or, if any requires one, only those.
         dtype: what floating-point tensors are converted to; None: nothing is.
         name: what errors begin with.
+        in_parts: whether the function gets a list of parts of it, as a loop over micro-batches does.
     """
 
-    def __init__(self, subject: Subject, tree: Any, dtype: torch.dtype | None = None, name: str = NAME) -> None:
+    def __init__(
+        self, subject: Subject, tree: Any, dtype: torch.dtype | None = None, name: str = NAME, in_parts: bool = False
+    ) -> None:
         leaves, self._rebuild = tree_flatten(tree)
+        self._in_parts = in_parts
         for kind in {type(leaf) for leaf in leaves if _hides_tensors(leaf)}:
             got, remedy = f"a {kind.__name__} with tensors inside", "use dict(…) or torch.utils._pytree's registration"
             raise ValueError(message(name, "batch", got, "a tree of tuples, lists, dicts and namedtuples", remedy))
-        self._leaves = dict(zip(_names(subject, tree, name), leaves, strict=True))
+        self._leaves = dict(zip(_names(None if in_parts else subject, tree, name), leaves, strict=True))
         #: The tensors by name.
         self.tensors = {name: _converted(x, dtype) for name, x in self._leaves.items() if isinstance(x, Tensor)}
         #: Whether some tensors require gradients, and the others are no variables.
@@ -45,8 +50,15 @@ class Batch:
             if differentiable(x) and (self._leaves[name].requires_grad or not self.asked)
         ]
 
-    def part(self, index: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the tree with the numbers at these positions of each tensor; None: all of them."""
+    def part(self, *each: Mapping[str, Tensor] | None) -> Any:
+        """Return what the function gets: the tree with the numbers at these positions of each tensor, None: all.
+
+        If it gets a list of parts, one for each that is given.
+        """
+        parts = [self._part(index) for index in each]
+        return (parts,) if self._in_parts else parts[0]
+
+    def _part(self, index: Mapping[str, Tensor] | None) -> Any:
         found = dict(self._leaves)
         for name, x in self.tensors.items():
             part = x.detach().clone() if index is None else x.detach().flatten()[index[name]]
@@ -68,10 +80,24 @@ class Batch:
                 got = f"a tensor {name} with {len(x)} rows" if x.dim() else f"a 0-d tensor {name}"
                 expected = f"tensors with {sum(ranks.rows)} rows, the sum of {ranks.rows}"
                 remedy = "pass other ranks=, or the batch as a function of its number of rows; other tensors in module="
+                remedy += "; the rows of micro-batches of one run are ranks=[((2, 2), (4,))]"
                 raise ValueError(message(NAME, "batch", got, expected, remedy))
         found = {name: placed(name, x, said_of(placements, name), ranks) for name, x in self.tensors.items()}
         self._refuse_equal(found, ranks)
         return found
+
+    def micro_batches(self, ranks: Ranks, index: Mapping[str, list[Tensor]], r: int) -> list[dict[str, Tensor]]:
+        """Return the positions of each tensor in each part that a rank gets."""
+        mine = {name: each[r] for name, each in index.items()}
+        if not ranks.micro:
+            return [mine]
+        rows = list(ranks.micro[r])
+        for name, i in mine.items():
+            if i.dim() == 0 or len(i) != sum(rows):
+                got = f"a tensor {name} of shape {tuple(i.shape)} on rank {r}"
+                raise ValueError(message(NAME, "micro_batches", got, f"{sum(rows)} rows, the sum of {ranks.micro[r]}"))
+        parts = zip(*(torch.split_with_sizes(i, rows) for i in mine.values()), strict=True)
+        return [dict(zip(mine, part, strict=True)) for part in parts]
 
     def _refuse_equal(self, index: Mapping[str, list[Tensor]], ranks: Ranks) -> None:
         """Raise if two ranks along an axis have the same rows of all that is divided, or permuted or mirrored ones."""
@@ -82,17 +108,20 @@ class Batch:
             for peers in {tuple(ranks.along([axis], r)) for r in range(ranks.size)}:
                 refuse_equal(NAME, "batch", {r: parts[r] for r in peers}, permuted=axis == RANKS)
 
-    def counts(self, index: Mapping[str, list[Tensor]]) -> dict[str, list[int]]:
-        """Return numbers of each rank's part that a loss may divide by, in words."""
+    def counts(self, each: Sequence[Mapping[str, Tensor]]) -> dict[str, list[int]]:
+        """Return numbers of these parts of the batch that a loss may divide by, in words."""
         found: dict[str, list[int]] = {}
-        for name, each in index.items():
-            x = self.tensors[name].detach()
-            parts = [x.flatten()[i] for i in each]
+        for name, x in self.tensors.items():
+            parts = [x.detach().flatten()[index[name]] for index in each]
             if x.dim():
-                found[f"rows of {name}"] = [len(part) for part in parts]
-            if bool(((x == 0) | (x == 1)).all()):
-                found[f"ones of {name}"] = [int((part != 0).sum()) for part in parts]
-        return {words: k for words, k in found.items() if len(set(k)) > 1}
+                found["rows"] = [len(part) for part in parts]
+            counted = {"ones": bool(((x == 0) | (x == 1)).all()), "labels other than −100": bool((x == -100).any())}
+            for words in (words for words, is_such in counted.items() if is_such):
+                are = [part != (0 if words == "ones" else -100) for part in parts]
+                found[f"{words} of {name}"] = [int(part.sum()) for part in are]
+                if x.dim() > 1:  # as where the next token is predicted
+                    found[f"{words} of {name} but their first column"] = [int(part[:, 1:].sum()) for part in are]
+        return found
 
     def shares(self) -> dict[str, float]:
         """Return the parts of masks that are one, in words."""
@@ -112,13 +141,13 @@ def _converted(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
 
-def _names(subject: Subject, tree: Any, name: str) -> list[str]:
-    """Return a name for each leaf: that of the function's argument, and the path within it."""
-    fn = subject.fn.forward if isinstance(subject.fn, nn.Module) else subject.fn
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())[subject.module is not None :]
-    except (TypeError, ValueError):
-        parameters = []
+def _names(subject: Subject | None, tree: Any, name: str) -> list[str]:
+    """Return a name for each leaf: that of the function's argument, and the path within it; None: it gets parts."""
+    parameters, argument = list[inspect.Parameter](), "argument" if subject is not None else "part"
+    if subject is not None:
+        fn = subject.fn.forward if isinstance(subject.fn, nn.Module) else subject.fn
+        with contextlib.suppress(TypeError, ValueError):
+            parameters = list(inspect.signature(fn).parameters.values())[subject.module is not None :]
     arguments = [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]
     if isinstance(tree, list) and len(tree) > len(arguments) == len(parameters) > 0:
         got, remedy = f"a list of {len(tree)} arguments", "torch.stack(samples) makes one tensor of a list of samples"
@@ -128,9 +157,10 @@ def _names(subject: Subject, tree: Any, name: str) -> list[str]:
     elif isinstance(tree, dict):
         known = {f"[{key!r}]": str(key) for key in tree}
     else:
-        return [f"{arguments[0] if arguments else 'x'}{path}" for path in tree_paths(tree)]
+        only = arguments[0] if arguments else "part" if subject is None else "x"
+        return [f"{only}{path}" for path in tree_paths(tree)]
     each = [path.partition("]") for path in tree_paths(tree)]  # the first index is replaced by a name
-    return [known.get(head + bracket, f"argument{head}{bracket}") + rest for head, bracket, rest in each]
+    return [known.get(head + bracket, f"{argument}{head}{bracket}") + rest for head, bracket, rest in each]
 
 
 def _hides_tensors(leaf: Any) -> bool:

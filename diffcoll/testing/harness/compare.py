@@ -74,17 +74,14 @@ class Quantity:
     #: How the check combined what the ranks returned, in words.
     note: str = ""
 
-    def combined(
-        self, axes: Sequence[str] | None = None, factor: float | None = None, weights: Sequence[float] | None = None
-    ) -> list[Compared]:
-        """Return what each rank has after a sum over axes, in which the ranks may have weights."""
+    def combined(self, axes: Sequence[str] | None = None, factor: float | None = None) -> list[Compared]:
+        """Return what each rank has after a sum over axes."""
         axes, factor = self.axes if axes is None else axes, self.factor if factor is None else factor
-        weights = [1.0] * self.ranks.size if weights is None else weights
         pieces = [(r, p.index.flatten(), p.got.flatten()) for r, mine in enumerate(self.pieces) for p in mine]
         if not differentiable(self.wanted):
             return [self._compared(*piece) for piece in pieces]
         totals = [_wide(torch.zeros_like(self.wanted)).flatten() for _ in self.pieces] if axes else []
-        pieces = [(r, index, weights[r] * _wide(x)) for r, index, x in pieces]
+        pieces = [(r, index, _wide(x)) for r, index, x in pieces]
         for r, index, x in pieces if axes else ():
             totals[r].index_add_(0, index, x)
         found = []
@@ -273,7 +270,7 @@ class Setting:
         span = self.spans[i]
         for k, h in enumerate(held):
             inside = span.holds(h.index)
-            if h.first and (inside.any() or (span.kind == "input" and k == i)):  # of an input also no rows
+            if h.first and (inside.any() or (span.kind == "input" and h.name == span.name)):  # of an input also no rows
                 yield Part(k, inside, h.index[inside] - span.start)
 
     def pieces(self, i: int, each: Sequence[Sequence[Tensor]]) -> list[list[Piece]]:

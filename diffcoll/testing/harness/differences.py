@@ -140,7 +140,7 @@ class Checking(Check):
         if self._said and order != 1:
             raise ValueError(message(_NAME, "order", f"{order} with placements=", "1"))
         self._once = "output" in self._said
-        self._tasks = [Task(self.ranks, b.part(), stream=0 if self._once else r) for r, b in enumerate(batches)]
+        self._tasks = [Task(self.ranks, b.part(None), stream=0 if self._once else r) for r, b in enumerate(batches)]
         #: The tensors of each rank.
         module = [span.tensor.detach() for span in self.of_module]
         self._leaves = [leaves_of(task.part) + module for task in self._tasks]

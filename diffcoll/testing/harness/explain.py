@@ -10,10 +10,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from diffcoll.testing.harness.compare import Quantity
 from diffcoll.testing.harness.cuts import Cuts, of_all_ranks
@@ -24,6 +25,7 @@ from diffcoll.testing.harness.precision import eps_of
 from diffcoll.testing.harness.rank import Measured, Undetached, Watched, losses_along
 from diffcoll.testing.harness.report import Report, together
 from diffcoll.testing.harness.submodules import first_differences
+from diffcoll.testing.harness.weights import weights_in_words
 from diffcoll.testing.numbers import differentiable, largest, near, numbers, real_inner
 
 #: Wrong gradients of which finite differences are taken.
@@ -155,8 +157,7 @@ class _Wrong:
         self.explained = self.gradients
         #: "mean" or "sum" by axis: how the ranks' losses combine.
         self.reduction: Mapping[str, str] = {}
-        #: Numbers of each rank's part of the batch, and parts of the whole, that a loss may divide by, in words.
-        self.counts: Mapping[str, Sequence[int]] = {}
+        #: Parts of the whole that a loss may divide by, in words.
         self.shares: Mapping[str, float] = {}
 
     def experiments(self) -> list[Callable[[], Iterator[str]]]:
@@ -197,7 +198,7 @@ class _Wrong:
         if zero:
             yield f"zero on rank {self._named(zero)}"
         if differentiable(q.wanted):
-            tests = self._times, self._reduced, self._weighted, self._of_other_ranks, self._rows_left_out
+            tests = self._times, self._reduced, self._of_other_ranks, self._rows_left_out
             yield from itertools.islice(filter(None, (test(q) for test in tests)), 1)
         if q.group == "value":
             yield from self._logarithm(q)
@@ -260,14 +261,6 @@ class _Wrong:
                     is_mean = how == "a mean" or len(averaged) == len(axes)
                     found.add(f"right after {'a mean' if is_mean else how} over {' and '.join(map(_axis, axes))}")
         return found
-
-    def _weighted(self, q: Quantity) -> str | None:
-        """Say which weights of the ranks make it right."""
-        for words, counts in self.counts.items():
-            mean = sum(counts) / len(counts)
-            if mean and q.right(q.combined(weights=[k / mean for k in counts])):
-                return f"right if ranks are weighted by their {words}"
-        return None
 
     def _of_other_ranks(self, q: Quantity) -> str | None:
         """Say which rank's piece each rank has, if that is another one's."""
@@ -372,10 +365,11 @@ class _BesideOne(_Wrong):
         assert run.setting is not None
         self.matching, self.setting, self.batch = matching, run.setting, run.setting.batch
         self.explained, self.reduction = self.wrong, run.setting.reduction
-        self.counts, self.shares = self.batch.counts(run.setting.index), self.batch.shares()
+        self.shares = self.batch.shares()
 
     def experiments(self) -> list[Callable[[], Iterator[str]]]:
-        return [self._own_rows, *super().experiments(), self._of_submodules, self._of_forward, self._of_one_process]
+        of_one, of_weights = self._of_one_process, partial(weights_in_words, self.matching, self.run)
+        return [self._own_rows, of_weights, *super().experiments(), self._of_submodules, self._of_forward, of_one]
 
     def _own_rows(self) -> Iterator[str]:
         """Whether each rank returns what one process returns for the rank's own part."""
@@ -388,7 +382,11 @@ class _BesideOne(_Wrong):
 
     def _of_submodules(self) -> Iterator[str]:
         """The first submodules that differ."""
-        if self.matching.of_module and any(q.group not in ("state", "move", "start") for q in self.wrong):
+        if (
+            self.matching.of_module
+            and not self.ranks.micro
+            and any(q.group not in ("state", "move", "start") for q in self.wrong)
+        ):
             whole = self.matching.whole(self.batch, experiment=Watched()).traces
             means = [self.ranks.sizes[a] for a, how in self.reduction.items() if how == "mean"]
             factors = [1.0, float(math.prod(means))]
@@ -424,9 +422,16 @@ class _BesideOne(_Wrong):
 
     def _of_one_process(self) -> Iterator[str]:
         """Whether one process itself has other numbers with other seeds, or rounds them so."""
-        a, b = (self.matching.on_one(self.batch.part(), seed, backward=False).outputs for seed in (0, 1))
-        if not all(near(x, y) for x, y in zip(a, b, strict=True)):
-            yield "one process itself returns other numbers with another seed: random numbers, such as dropout"
+        a, b = (self.matching.on_one(self.batch.part(None), seed) for seed in (0, 1))
+        each = (
+            zip(x, y, strict=True) for x, y in ((a.outputs, b.outputs), (a.gradients, b.gradients), (a.state, b.state))
+        )
+        if not all(near(x, y) for x, y in itertools.chain(*each)):
+            drops = [
+                n for n, m in (self.matching.subject.module or nn.Identity()).named_modules() if getattr(m, "p", 0)
+            ]
+            such = f"such as dropout in {drops[0]}" if drops else "such as dropout"
+            yield f"one process itself has other numbers with another seed: random numbers, {such}"
 
 
 def _not_finite(q: Quantity) -> list[int]:

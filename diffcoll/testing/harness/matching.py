@@ -136,7 +136,7 @@ class Matching(Check):
 
     def whole(self, batch: Batch, **more: Any) -> Measured:
         """Measure the whole batch on one process."""
-        return self.on_one(batch.part(), directions=self._directions(self.spans(batch)), **more)
+        return self.on_one(batch.part(None), directions=self._directions(self.spans(batch)), **more)
 
     def _directions(self, each: Sequence[Span]) -> dict[int, Tensor]:
         """Return random directions of tensors of the whole, for second order."""
@@ -150,7 +150,7 @@ class Matching(Check):
             if not ranks.rows:
                 raise TypeError(message(NAME, "batch", "a function with a mesh", "the batch itself", "call it"))
             tree = tree(sum(ranks.rows))
-        batch = Batch(self.subject, tree, self.asked.dtype)
+        batch = Batch(self.subject, tree, self.asked.dtype, in_parts=bool(ranks.micro))
         if not batch.variables and not self.of_module:
             got = f"{len(batch.tensors)} tensors, none with floating-point numbers"
             raise ValueError(message(NAME, "batch", got, "a tensor that can have a gradient, or a module"))
@@ -182,12 +182,14 @@ class Matching(Check):
         refuse_unknown(NAME, asked.placements, [*batch.tensors, *(span.name for span in self.of_module), *outputs])
         held, notes = self._held(on, ranks)
         written = [{h.name: h.write for h in mine if h.write is not None} for mine in held]
-        parts = [batch.part({name: i[r] for name, i in index.items()}) for r in range(ranks.size)]
-        tasks = [Task(ranks, part, write, whole.paths) for part, write in zip(parts, written, strict=True)]
+        parts = [batch.micro_batches(ranks, index, r) for r in range(ranks.size)]
+        pairs = zip(parts, written, strict=True)
+        tasks = [Task(ranks, batch.part(*each), write, whole.paths) for each, write in pairs]
         fits = self._outputs(on, ranks, whole, tasks)
         tolerance = asked.tolerance or tolerance_of(self.tensors(batch))
         inputs = [span for span in spans if span.kind == "input"]
-        held = [[*(Held(s.name, s.start + index[s.name][r]) for s in inputs), *mine] for r, mine in enumerate(held)]
+        of_inputs = [[Held(s.name, s.start + part[s.name]) for part in each for s in inputs] for each in parts]
+        held = [[*given, *mine] for given, mine in zip(of_inputs, held, strict=True)]
         dtype = str(least_precise(self.tensors(batch))).removeprefix("torch.")
         words = f"{dtype}, tolerance {tolerance:.1g}"
         found = Setting(ranks, batch, index, whole, reduction, asked, fits, spans, held, notes, tolerance, words)
@@ -292,7 +294,10 @@ class Matching(Check):
 
     def _refuse_undivided(self, setting: Setting, each: Sequence[Measured]) -> None:
         """Raise if nothing is divided along an axis, and the ranks along it return the same."""
-        ranks, held = setting.ranks, [torch.cat([h.index.flatten() for h in mine]) for mine in setting.held]
+        ranks, held = (
+            setting.ranks,
+            [torch.cat([torch.arange(0), *(h.index.flatten() for h in mine)]) for mine in setting.held],
+        )
         indices = [*setting.index.values(), held]
         indices += [[torch.arange(0) if i is None else i for i in fit.index] for fit in setting.outputs]
         divided = {axis for index in indices for axis in ranks.split(index)}

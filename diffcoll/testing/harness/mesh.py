@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class Ranks:
     sizes: dict[str, int]
     #: The rows of each rank; (): the placements say what each rank has.
     rows: tuple[int, ...] = ()
+    #: The rows of each micro-batch of each rank; (): a rank gets its part of the batch, and not a list of such.
+    micro: tuple[tuple[int, ...], ...] = ()
 
     @property
     def size(self) -> int:
@@ -45,9 +48,11 @@ class Ranks:
         return [axis for axis, n in self.sizes.items() if n > 1]
 
     def __str__(self) -> str:
+        each = [" + ".join(map(str, mine)) or "none" for mine in self.micro] or [str(k) for k in self.rows]
         if [*self.sizes] == [RANKS]:
-            return f"rows {', '.join(map(str, self.rows))}" if self.rows else ""
-        return f"mesh {', '.join(f'{axis}={n}' for axis, n in self.sizes.items())}"
+            return f"rows {', '.join(each)}" if each else ""
+        mesh = f"mesh {', '.join(f'{axis}={n}' for axis, n in self.sizes.items())}"
+        return f"{mesh}, micro-batches {each[0]}" if each else mesh
 
     def at(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank."""
@@ -93,21 +98,23 @@ class Ranks:
         return [axis for axis in self.sizes if axis in other]
 
 
-def parsed_ranks(ranks: object) -> list[Ranks]:
-    """Return the runs that the argument `ranks` asks for."""
-    each = [ranks] if _is_run(ranks) else ranks
-    if not isinstance(each, Sequence) or not each or not all(map(_is_run, each)):
+def parsed_ranks(ranks: object, micro_batches: Sequence[int] | None = None) -> list[Ranks]:
+    """Return the runs that the arguments `ranks` and `micro_batches` ask for."""
+    each = [ranks] if isinstance(ranks, Mapping) or _are_numbers(ranks) else ranks
+    runs = [_parsed(one) for one in each] if isinstance(each, Sequence) else []
+    if not runs or None in runs:
         expected = 'the rows of each rank, such as (5, 3), the axes of a mesh, such as {"dp": 2}, or a list of such'
-        raise TypeError(message(NAME, "ranks", repr(ranks), expected))
-    found = []
-    for one in each:
-        is_mesh = isinstance(one, Mapping)
-        numbers = list(one.values() if is_mesh else one)
-        if min(numbers, default=-1) < is_mesh or not any(numbers):
+        raise TypeError(message(NAME, "ranks", repr(ranks), f"{expected} or of rows of micro-batches"))
+    found = [run for run in runs if run is not None]
+    for run in found:
+        numbers = [*itertools.chain(*run.micro), *(run.rows or run.sizes.values())]
+        if min(numbers, default=-1) < (not run.rows) or not any(numbers):
             expected = "rows, not negative and not all zero, or axes, each with at least one rank"
-            raise ValueError(message(NAME, "ranks", repr(one), expected))
-        found.append(Ranks(dict(one)) if is_mesh else Ranks({RANKS: len(numbers)}, tuple(numbers)))
-    return found
+            raise ValueError(message(NAME, "ranks", repr(ranks), expected))
+        if micro_batches is not None and (run.rows or not _are_numbers(micro_batches) or min(micro_batches) < 0):
+            got, expected = f"{micro_batches!r} with {run}", "the rows of each, such as (1, 3), on a mesh"
+            raise ValueError(message(NAME, "micro_batches", got, expected, "use ranks=[((2, 2), (4,))] without a mesh"))
+    return [replace(run, micro=(tuple(micro_batches),) * run.size) for run in found] if micro_batches else found
 
 
 def ranks_of_rows(rows: int) -> list[tuple[int, ...]]:
@@ -117,8 +124,19 @@ def ranks_of_rows(rows: int) -> list[tuple[int, ...]]:
     return [run for run in each if sum(run) == rows and min(run) >= 0 and any(run)]
 
 
-def _is_run(one: object) -> bool:
-    """Whether these are rows of ranks, or a mesh."""
+def _parsed(one: object) -> Ranks | None:
+    """Return the run that this asks for; None: it is none."""
     if isinstance(one, Mapping):
-        return all(isinstance(axis, str) for axis in one) and _is_run(list(one.values()))
-    return isinstance(one, Sequence) and all(isinstance(k, int) and not isinstance(k, bool) for k in one)
+        is_mesh = all(isinstance(axis, str) for axis in one) and _are_numbers([*one.values()])
+        return Ranks(dict(one)) if is_mesh else None
+    if _are_numbers(one):
+        return Ranks({RANKS: len(one)}, tuple(one))
+    if isinstance(one, Sequence) and all(_are_numbers(mine) or _are_numbers([mine]) for mine in one):
+        micro = tuple((mine,) if isinstance(mine, int) else tuple(mine) for mine in one)
+        return Ranks({RANKS: len(micro)}, tuple(map(sum, micro)), micro)
+    return None
+
+
+def _are_numbers(x: object) -> TypeGuard[Sequence[int]]:
+    """Whether these are rows of ranks, sizes of axes, or rows of micro-batches."""
+    return isinstance(x, Sequence) and all(isinstance(k, int) and not isinstance(k, bool) for k in x)

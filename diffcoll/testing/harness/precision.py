@@ -90,7 +90,7 @@ def judged(
         return Verdict(ok=False)
     if got.is_complex():
         blocks = [block.repeat_interleave(2) for block in blocks]
-    got, wanted, changes = map(_real, (got, wanted, changes))
+    got, wanted, changes = map(as_real, (got, wanted, changes))
     squares, of_samples = (got - wanted).square(), changes.square().sum(0)
     norm = float(wanted @ wanted)
     of_slope = float((changes @ wanted / norm).square().mean().sqrt()) if norm else math.inf
@@ -105,6 +105,6 @@ def judged(
     return Verdict(abs(slope - 1) <= seen, seen=seen)
 
 
-def _real(x: Tensor) -> Tensor:
+def as_real(x: Tensor) -> Tensor:
     """Return numbers as real ones in float64; the last dimension of complex ones becomes twice as long."""
     return torch.view_as_real(x.resolve_conj()).flatten(-2).double() if x.is_complex() else x.double()

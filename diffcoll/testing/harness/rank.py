@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from diffcoll.core.errors import message
 from diffcoll.core.torch_private.autograd import leaves_of_graph
@@ -53,19 +54,14 @@ class Machines:
     def run(self, kind: str, fn: Callable[..., Any], *per_rank: Sequence[Any], seed: int = 0) -> list[Any]:
         """Run fn once per rank, on simulated ranks or on processes with a backend."""
         if kind == "simulated":
-            before = torch.get_default_dtype()
-            try:  # one for all threads of this process
-                torch.set_default_dtype(self._dtype or before)
+            with _around_ranks(self._dtype):
                 return simulate(fn, *per_rank, seed=seed)
-            finally:
-                torch.set_default_dtype(before)
         rows = list(zip(*per_rank, strict=True))
         key = kind, len(rows)
         if key not in self._processes:
             self._processes[key] = Processes(len(rows), kind)
         try:
-            call = partial(_with_dtype, self._dtype or torch.get_default_dtype(), fn)
-            return self._processes[key].call(call, rows, seed=seed, timeout=self._timeout)
+            return self._processes[key].call(partial(_within, self._dtype, fn), rows, seed=seed, timeout=self._timeout)
         except RanksFailedError:
             del self._processes[key]
             raise
@@ -76,9 +72,31 @@ class Machines:
             processes.close()
 
 
-def _with_dtype(dtype: torch.dtype, fn: Callable[..., Any], *given: Any) -> Any:
-    torch.set_default_dtype(dtype)  # of a process that ends with the check
-    return fn(*given)
+@contextlib.contextmanager
+def _around_ranks(dtype: torch.dtype | None) -> Iterator[None]:
+    """Set what is one for all threads of a process: the default dtype, and a hook on optimizers."""
+    before, hook = torch.get_default_dtype(), register_optimizer_step_post_hook(_keep_gradients)
+    try:
+        torch.set_default_dtype(dtype or before)
+        yield
+    finally:
+        hook.remove()
+        torch.set_default_dtype(before)
+
+
+def _within(dtype: torch.dtype | None, fn: Callable[..., Any], *given: Any) -> Any:
+    with _around_ranks(dtype):
+        return fn(*given)
+
+
+#: The attribute of a tensor that has its gradient at an optimizer's first step; `zero_grad` may leave none afterwards.
+_FIRST_GRADIENT = "_diffcoll_first_gradient"
+
+
+def _keep_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None and getattr(p, _FIRST_GRADIENT, p) is None:
+            setattr(p, _FIRST_GRADIENT, p.grad.detach().clone())
 
 
 class Moved(NamedTuple):
@@ -219,8 +237,9 @@ def measured(packed: Packed, task: Task) -> Measured:
             module = sharded(subject, mesh_of(task.ranks, module))
         inputs, named = leaves_of(task.part), [] if module is None else spans(module)
         tensors = [*inputs, *(span.tensor for span in named)]
-        for span in named:
-            span.tensor.grad = None
+        for x in tensors:
+            x.grad = None
+            setattr(x, _FIRST_GRADIENT, None)
         held = {span.name: local(span.tensor) for span in named if span.name in task.write}
         first = {name: x.cpu().clone() for name, x in held.items()}
         with torch.no_grad():
@@ -263,7 +282,8 @@ def measured(packed: Packed, task: Task) -> Measured:
             else:
                 if total.requires_grad and not has_run_backward:
                     torch.autograd.backward(total)
-                found.gradients = [_gradient(x, x.grad) for x in tensors]
+                kept = [getattr(x, _FIRST_GRADIENT) for x in tensors]
+                found.gradients = [_gradient(x, x.grad if g is None else g) for x, g in zip(tensors, kept, strict=True)]
             found.state = [_copy(x) for x in tensors]
         found.outputs, found.dtype = [y.detach().cpu() for y in outputs], seen.dtype
         if task.backward:
