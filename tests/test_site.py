@@ -77,6 +77,8 @@ QUESTIONS = {
     "unequal micro-batches": "training/averaging",
     "MAX of torch.distributed.nn": "how-to/migrating",
     "FSDP2": "with/fsdp",
+    "split of the batch": "how-to/trainers",
+    "nothing for a module": "how-to/trainers",
     "Lightning": "with/lightning",
     "Accelerate": "with/accelerate",
     "costs": "running/costs",

@@ -52,7 +52,8 @@ def assert_matches_single_process(
 
     Compared are values and outputs, the gradients of the inputs and of the module's parameters, its buffers and the
     parameters that the call changes, and with `order=2` a Hessian-vector product. A function that calls backward
-    itself, as a training step does, has its gradients and what its optimizer did to the parameters compared.
+    itself, as a training step does, has its gradients at the optimizer's first step and what that did to the parameters
+    compared.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import assert_matches_single_process
@@ -83,7 +84,7 @@ def assert_matches_single_process(
             run. None: equal, uneven and empty ranks, two to four, that divide the rows of the batch, such as
             ((4, 4), (5, 3), (0, 5, 3), (2, 2, 2, 2)); eight rows if the batch is a function. A run may have the rows of
             each micro-batch of each rank, such as [((2, 2), (4,)), ((1, 0, 3), ())]; an int is one micro-batch. Both
-            functions then get a list of parts of the batch, one process that of the whole batch alone.
+            functions then get a list of parts of the batch; on one process it has one part, the whole batch.
         micro_batches: on a mesh the rows of each micro-batch of every rank, such as (1, 3); the functions get lists.
         placements: on a mesh, what each rank has of an input, a parameter made anew, or the "output" (or "output[1]"),
             by its name or a pattern: `Shard`, `Replicate` or `Partial` of `torch.distributed.tensor`, or a function

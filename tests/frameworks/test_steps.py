@@ -198,3 +198,16 @@ def test_a_wrong_denominator_is_named(name):
         check(step, module(), splits)
     found = " ".join(" ".join(error.value.report.observed).split())
     assert re.search(words, found), found
+
+
+def test_simulated_ranks_that_share_the_state_of_accelerate(monkeypatch):
+    """Wrong, for no fault of the step: an error, and no verdict."""
+    for each in (accelerate.state.PartialState, accelerate.state.AcceleratorState, accelerate.state.GradientState):
+        monkeypatch.setattr(each, "_shared_state", {})
+    step, (module, splits) = partial(accelerated, by_all), (llama(), UNEVEN)
+    more = {"module": module, "ranks": splits, "on": ["simulated"]}
+    with pytest.raises(ValueError, match="accelerate"):
+        assert_matches_single_process(step, one_process, texts(), **more)
+    for each in (accelerate.state.PartialState, accelerate.state.AcceleratorState, accelerate.state.GradientState):
+        monkeypatch.setattr(each, "_shared_state", accelerate.state.ThreadLocalSharedDict())
+    assert assert_matches_single_process(step, one_process, texts(), **more).ok

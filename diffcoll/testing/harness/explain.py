@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffcoll.core.errors import message
 from diffcoll.testing.harness.compare import Quantity
 from diffcoll.testing.harness.cuts import Cuts, of_all_ranks
 from diffcoll.testing.harness.differences import differences
@@ -69,14 +71,28 @@ def concluded(check: Check, settings: Sequence[Ranks], on: Sequence[str]) -> Rep
     return replace(report, observed=tuple(dict.fromkeys(observed)), condition=condition)
 
 
+def _refuse_shared_state(name: str) -> None:
+    """Raise if the simulated ranks had one state of accelerate, which then has the rank of the first."""
+    accelerate = sys.modules.get("accelerate.state")
+    state = {} if accelerate is None else vars(accelerate.PartialState).get("_shared_state")
+    if state and isinstance(state, dict):
+        got, remedy = "simulated ranks, which shared the state of accelerate", 'on=["gloo"], or a state for each thread'
+        raise ValueError(
+            message(name, "on", got, "ranks with states of their own", f"{remedy}: notes/with/accelerate.md")
+        )
+
+
 def _attempt(check: Check, on: str, ranks: Ranks, keep: bool) -> Run:
     """Run, and with `keep` keep the error if one is raised."""
     try:
-        return check.run(on, ranks)
+        run = check.run(on, ranks)
     except Exception as error:
-        if not (keep or isinstance(error, OtherShape)):
-            raise
-        return Run(on, ranks, error=error)
+        run = Run(on, ranks, error=error)
+    if on == "simulated" and not run.table.ok:
+        _refuse_shared_state(check.name)
+    if run.error is not None and not (keep or isinstance(run.error, OtherShape)):
+        raise run.error
+    return run
 
 
 def _condition(runs: Sequence[Run]) -> str:
