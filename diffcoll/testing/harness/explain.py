@@ -321,7 +321,6 @@ class _Wrong:
         n = self.ranks.size
         if not self.gradients or not self.run.own_losses or n == 1:
             return
-        dependent = [q.what for q in self.gradients[:_MOST] if self.check.depends(self.run, q)]
         #: By gradient: on which ranks it is not zero, for each rank whose loss counts.
         reached: dict[str, list[list[bool]]] = {}
         for q in range(n):
@@ -330,12 +329,13 @@ class _Wrong:
                 some = [any(bool(p.got.any()) for p in mine) for mine in found.pieces]
                 reached.setdefault(found.what, []).append(some)
         lines = []
-        for what in dependent:
-            lost = [q for q, some in enumerate(reached[what]) if not any(some)]
-            if not any(some[r] for q, some in enumerate(reached[what]) for r in range(n) if q != r):
-                lines += [(what, "no other rank's loss reaches it")] * (len(lost) < n)
-            elif lost:
-                lines.append((what, f"the loss of rank {self._named(lost)} reaches it on no rank"))
+        for gradient in self.gradients[:_MOST]:
+            lost = [q for q, some in enumerate(reached[gradient.what]) if not any(some)]
+            is_own = not any(some[r] for q, some in enumerate(reached[gradient.what]) for r in range(n) if q != r)
+            if len(lost) == n or not (lost or is_own) or not self.check.depends(self.run, gradient):
+                continue
+            words = f"the loss of rank {self._named(lost)} reaches it on no rank"
+            lines.append((gradient.what, "no other rank's loss reaches it" if is_own else words))
         yield from together(lines)
 
     def _undetached(self) -> Iterator[str]:

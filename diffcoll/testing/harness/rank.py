@@ -305,11 +305,13 @@ def _changed(tensors: Sequence[Tensor], experiment: Experiment | None) -> None:
                     x.mul_(1 + eps * change.to(x.device))
 
 
-def losses_along(packed: Packed, task: Task, each: Sequence[Mapping[int, Tensor]], rank: int) -> list[float]:
+def losses_along(
+    packed: Packed, task: Task, each: Sequence[Mapping[int, Tensor]], rank: int, steps: Sequence[int] = STEPS
+) -> list[float]:
     """Evaluate the objective of this rank at each step along directions of its tensors; all ranks run it."""
     found = []
     for along in each:
-        for k in STEPS:
+        for k in steps:
             seed_rank(0, rank)
             found.append(measured(packed, replace(task, backward=False, experiment=Moved(along, k))).loss)
     return found
