@@ -17,7 +17,6 @@ OBJECTS = {name for name in dir(dist.distributed_c10d) if "object" in name and n
 USES = {
     "cli/verify.py": ["control.gather"],  # of tensors
     "engines/c10d.py": ["group.recv"],  # of tensors
-    "engines/simulated/functional.py": ["group.recv"],  # of tensors
     "engines/mpi.py": ["super().reduce"],  # the method of `Engine`
     "testing/harness/packing.py": ["diffcoll.testing.pickling.load"],
     "testing/pickling.py": ["torch.load"],
