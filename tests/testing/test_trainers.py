@@ -217,6 +217,23 @@ def test_what_one_process_divides_by_is_named(count):
     assert re.search(rf"\(by their {name} over the total of {COUNTS[other]}\); .* \(by their {name}\)", found), found
 
 
+def by_step(parts):
+    return [dc.get_world_size() / (len(parts) * dc.all_reduce(tokens(part))) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        (by_step, "in each step"),
+        (lambda parts: [f * dc.get_world_size() for f in by_all(parts)], "times N"),
+        (lambda parts: [f / dc.get_world_size() for f in by_all(parts)], "divided by N"),
+    ],
+)
+def test_more_wrong_denominators_are_named(factors, words):
+    found = observed(differs((partial(by_hand, factors), of_one, batch(), {"module": model(), **MESH})))
+    assert re.search(rf"\(by their labels other than −100 of labels, {words}\); {BY_LABELS}", found), found
+
+
 def test_weights_that_are_right():
     def twice(model, parts):
         by_hand(by_all, model, parts)
