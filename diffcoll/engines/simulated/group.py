@@ -53,8 +53,10 @@ class SimulatedWork(dist.Work):
         if self._engine.in_one_graph and x.requires_grad:
             raise RuntimeError(f"{self.name}: has no gradient in the graph of all ranks; use diffcoll's")
         x = plain(x)
+        if not has_memory(x):
+            return x.reshape(-1)
         copy = x.clone(memory_format=torch.contiguous_format).view(-1)
-        self._inputs += [(x, copy)] if self._later and has_memory(x) else []
+        self._inputs += [(x, copy)] * self._later
         return copy
 
     def expects(self, y: Tensor) -> Tensor:
