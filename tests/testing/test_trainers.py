@@ -244,6 +244,21 @@ def test_weights_that_are_right():
     )
 
 
+def test_weights_are_not_named_where_more_than_weights_differs():
+    def step(model, parts):
+        for factor, part in zip(mean_of_means(parts), parts, strict=True):
+            (factor * nll(model, part)).backward()
+        model.more.grad = torch.ones(3, dtype=torch.double)
+        for p in model.parameters():
+            p.grad = dc.all_reduce(p.grad, "mean")
+        sgd(model).step()
+
+    module = model()
+    module.register_parameter("more", nn.Parameter(torch.ones(3, dtype=torch.double)))
+    found = observed(differs((step, of_one, batch(), {"module": module, "ranks": EVERYWHERE})))
+    assert "the gradient weighs" not in found
+
+
 def test_weights_that_adam_hides_are_not_named():
     def step(factors, model, parts):
         for factor, part in zip(factors(parts), parts, strict=True):
@@ -290,6 +305,7 @@ def test_a_loss_of_parts():
         ({"ranks": (4, 4), "micro_batches": (2, 2)}, "micro_batches"),
         ({**MESH, "micro_batches": (1, 2)}, "micro_batches"),
         ({**MESH, "micro_batches": (5, -1)}, "micro_batches"),
+        ({**MESH, "micro_batches": (1.5, 2.5)}, "micro_batches"),
     ],
 )
 def test_refused(more, words):
