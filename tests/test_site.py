@@ -113,7 +113,7 @@ QUESTIONS = {
     "check mode": "how-to/find-a-hang",
     "CI": "how-to/testing",
     "sharded model": "how-to/testing",
-    "Trainer": "with/trainer",
+    "Trainer": "how-to/trainers",
     "MAX": "how-to/migrating",
     "memory": "running/costs",
     "bytes": "running/costs",
