@@ -443,9 +443,8 @@ class _BesideOne(_Wrong):
             zip(x, y, strict=True) for x, y in ((a.outputs, b.outputs), (a.gradients, b.gradients), (a.state, b.state))
         )
         if not all(near(x, y) for x, y in itertools.chain(*each)):
-            drops = [
-                n for n, m in (self.matching.subject.module or nn.Identity()).named_modules() if getattr(m, "p", 0)
-            ]
+            each_module = (self.matching.subject.module or nn.Identity()).named_modules()
+            drops = [name for name, m in each_module if "Dropout" in type(m).__name__ and getattr(m, "p", 0)]
             such = f"such as dropout in {drops[0]}" if drops else "such as dropout"
             yield f"one process itself has other numbers with another seed: random numbers, {such}"
 

@@ -111,7 +111,9 @@ def parsed_ranks(ranks: object, micro_batches: Sequence[int] | None = None) -> l
         if min(numbers, default=-1) < (not run.rows) or not any(numbers):
             expected = "rows, not negative and not all zero, or axes, each with at least one rank"
             raise ValueError(message(NAME, "ranks", repr(ranks), expected))
-        if micro_batches is not None and (run.rows or not _are_numbers(micro_batches) or min(micro_batches) < 0):
+        if micro_batches is not None and (
+            run.rows or not _are_numbers(micro_batches) or min(micro_batches, default=-1) < 0
+        ):
             got, expected = f"{micro_batches!r} with {run}", "the rows of each, such as (1, 3), on a mesh"
             raise ValueError(message(NAME, "micro_batches", got, expected, "use ranks=[((2, 2), (4,))] without a mesh"))
     return [replace(run, micro=(tuple(micro_batches),) * run.size) for run in found] if micro_batches else found
