@@ -444,7 +444,7 @@ class _BesideOne(_Wrong):
         )
         if not all(near(x, y) for x, y in itertools.chain(*each)):
             each_module = (self.matching.subject.module or nn.Identity()).named_modules()
-            drops = [name for name, m in each_module if "Dropout" in type(m).__name__ and getattr(m, "p", 0)]
+            drops = [name for name, m in each_module if "Dropout" in type(m).__name__ and getattr(m, "p", 0) != 0]
             such = f"such as dropout in {drops[0]}" if drops else "such as dropout"
             yield f"one process itself has other numbers with another seed: random numbers, {such}"
 
