@@ -82,13 +82,12 @@ class SimulatedWork(dist.Work):
     def source_rank(self) -> int:
         """Wait, and write what was received to the outputs, once."""
         source, received = self._wait()
-        with unobserved(), torch.inference_mode():
-            for x, copy in self._inputs:
-                if x.untyped_storage().nbytes() and not torch.equal(_bytes(x), _bytes(copy)):
-                    raise RuntimeError(
-                        f"{self.name}: the tensor that is sent was modified before the program waited for the call, "
-                        "expected no modification: what is sent is not defined; modify it after wait()"
-                    )
+        for x, copy in self._inputs:
+            if _differ(x, copy):
+                raise RuntimeError(
+                    f"{self.name}: the tensor that is sent was modified before the program waited for the call, "
+                    "expected no modification: what is sent is not defined; modify it after wait()"
+                )
         write(received)
         self._inputs, self._wait = [], lambda: (source, [])
         return source
@@ -307,8 +306,12 @@ def _delivered(op: str, source: int, ranks: Sequence[Any]) -> list[tuple[int, Re
 # ── tensors of torch.distributed's calls ─────────────────────────────────────────────────────────────────
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+def _differ(x: Tensor, copy: Tensor) -> bool:
+    """Whether x, which a program may have freed since, has other bytes than its copy."""
+    if not x.untyped_storage().nbytes():
+        return False
+    with unobserved(), torch.inference_mode():
+        return not torch.equal(*(y.contiguous().view(-1).view(torch.uint8) for y in (x, copy)))
 
 
 def plain(x: Any) -> Tensor:

@@ -49,7 +49,8 @@ class Rank(threading.Thread):
 
     def __init__(self, world: World, number: int, body: Callable[[], None]) -> None:
         super().__init__(name=f"rank {number}", daemon=True)
-        self.turn = threading.Semaphore(0)
+        self.turn = threading.Lock()
+        self.turn.acquire()
         self.world = world
         self.number = number
         self.body = body
@@ -107,7 +108,8 @@ class World:
         self.failures: list[tuple[int, BaseException]] = []
         self._ranks: list[Rank] = []
         self._ready: deque[Rank] = deque()
-        self._over = threading.Semaphore(0)
+        self._over = threading.Lock()
+        self._over.acquire()
         self._meetings: dict[object, Meeting] = {}
         #: For torch.distributed: the store, and the messages that wait for their counterpart, see `SimulatedGroup`.
         self.store = SimulatedStore(self)
@@ -135,7 +137,8 @@ class World:
         except BaseException:  # the ranks that wait end now, and the one that runs at its next collective
             self.stopped = True
             for rank in ranks:
-                rank.turn.release()
+                with contextlib.suppress(RuntimeError):  # it has its turn
+                    rank.turn.release()
             raise
         finally:
             self.before.restore()
