@@ -109,7 +109,7 @@ SQUARE = torch.tensor([[3.0, 2.0, 4.0], [5.0, 7.0, 6.0], [1.0, 8.0, 9.0]], dtype
 
 def collective(name: str, on_rank: Callable[[Tensor], Any], whole: Callable[[Tensor], Tensor]) -> Row:
     def batch(n: int) -> tuple[Tensor, Tensor]:
-        return SQUARE[:n, :n].clone(), 10.0 ** torch.arange(n)
+        return SQUARE[:n, :n].clone(), 10.0 ** torch.arange(n, dtype=torch.double)
 
     def loss(f: Callable[[Tensor], Any], x: Tensor, weights: Tensor) -> Tensor:
         y = f(x)

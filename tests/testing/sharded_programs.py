@@ -108,6 +108,27 @@ def data_and_tensor(bug):
     return mlp(bug, {"dp": 3, "tp": 2}, **({"already_reduced": ["dp"]} if bug == "not averaged" else {}))
 
 
+def clipped_step(bug, module, x):
+    """A step with all gradients scaled to a norm of 1; it returns the norm."""
+    module(x).square().sum().backward()
+    total = torch.zeros((), dtype=torch.double)
+    for name, p in module.named_parameters():
+        is_copy = isinstance(module, ShardedMLP) and not name.startswith(("up", "down.weight"))
+        is_counted = bug == "copies" or not is_copy or module.group.rank() == 0
+        total += p.grad.square().sum() * is_counted
+    if isinstance(module, ShardedMLP):
+        dist.all_reduce(total, group=module.group)
+    for p in module.parameters():
+        p.grad /= total.sqrt()
+    torch.optim.SGD(module.parameters(), 0.1).step()
+    return total.sqrt()
+
+
+def clipped(bug):
+    fn, single = partial(clipped_step, bug), partial(clipped_step, "")
+    return fn, single, *mlp("")[2:]
+
+
 class Vocabulary(nn.Module):
     """An embedding that is the head, too."""
 
@@ -416,6 +437,7 @@ PROGRAMS = {
         "g": "the first output that differs is that of down, which is right after a sum over tp",
         "bias": "that of down, which has its bias 2 times, once for each rank of tp",
     },
+    clipped: {"copies": "value: .* that of a norm that counts norm.weight, norm.bias, down.bias once on each rank"},
     data_and_tensor: dict.fromkeys(("f", "bias", "not averaged"), ""),
     vocabulary: {
         **dict.fromkeys(("local mean", "local vocabulary size", "f"), ""),

@@ -134,7 +134,7 @@ def _not_compared(run: Run) -> Iterator[str]:
     held = [h for mine in run.setting.held for h in mine]
     padded = [h.name for h in held if not h.is_new and bool((h.index < 0).any())]
     anew = [h.name for h in held if h.write is not None]
-    hidden = [q.what for q in run.quantities if not q.decided]
+    hidden = [q.what for q in run.quantities if q.ok and not q.decided]
     for names, words in (
         (frozen, "frozen: they have no gradient"),
         (padded, "the numbers that pad it"),
@@ -227,7 +227,7 @@ class _Wrong:
         scales = self._scales(q, ratio)
         share = next((words for words, part in self.shares.items() if math.isclose(ratio, part, rel_tol=1e-6)), None)
         many = int((q.wanted.abs() > 1e-6 * (q.unit or 1)).sum()) > 1
-        if not (many or scales or (q.group == "value" and share)):
+        if not (many or scales or (q.group in ("value", "metric") and share)):
             return None
         size = f"{ratio:.4g}" if abs(ratio - 1) > 1e-3 else f"1 + {ratio - 1:.1e}"
         size += f" = {' or '.join(scales)}" if scales else ""
@@ -381,11 +381,25 @@ class _BesideOne(_Wrong):
         assert run.setting is not None
         self.matching, self.setting, self.batch = matching, run.setting, run.setting.batch
         self.explained, self.reduction = self.wrong, run.setting.reduction
-        self.shares = self.batch.shares()
+        self.shares = {**self.batch.shares(), **self._norms()}
 
     def experiments(self) -> list[Callable[[], Iterator[str]]]:
         of_one, of_weights = self._of_one_process, partial(weights_in_words, self.matching, self.run)
         return [self._own_rows, of_weights, *super().experiments(), self._of_submodules, self._of_forward, of_one]
+
+    def _norms(self) -> dict[str, float]:
+        """Return by how much a norm differs that counts each copy of a parameter, and what is clipped by it."""
+        found = dict[str, float]()
+        gradients = [q for q in self.run.quantities if q.group == "gradient" and not q.of_input]
+        squares = {q.what.removeprefix("gradient of "): float(q.wanted.abs().square().sum()) for q in gradients}
+        for axis in self.ranks.axes:
+            held = [[c.index for c in q.compared] for q in gradients]
+            copies = [name for name, index in zip(squares, held, strict=True) if axis not in self.ranks.split(index)]
+            if more := sum(squares[name] for name in copies) if len(copies) < len(squares) else 0.0:
+                factor = math.sqrt(1 + (self.ranks.sizes[axis] - 1) * more / sum(squares.values()))
+                words = f"a norm that counts {', '.join(copies)} once on each rank along {axis}"
+                found |= {f"that of {words}": factor, f"what clipping gives by {words}": 1 / factor}
+        return found
 
     def _own_rows(self) -> Iterator[str]:
         """Whether each rank returns what one process returns for the rank's own part."""
