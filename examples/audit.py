@@ -32,7 +32,7 @@ but BarlowTwinsLoss, which is wrong then, too:
     sentence-transformers 6.2.0
       all_gather(with_grad=False)                       x: no other rank's loss reaches it
     megatron-core 0.16.1
-      vocab_parallel_cross_entropy(label_smoothing=0.3) value and logits: other numbers than on one process
+      vocab_parallel_cross_entropy(label_smoothing=0.3) logits: no other rank's loss reaches it
       sequence_parallel                                 down.bias, norm.weight and norm.bias: right after a sum over …
     transformers 5.24.0, six models by their own plans  nothing
     torchtitan 0.3.0, Llama 3                           nothing
