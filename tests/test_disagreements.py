@@ -145,6 +145,14 @@ DISAGREEMENTS = [
 ]
 
 
+def gathers_of_other_sizes(r):
+    with dc.check_mode():
+        return [
+            refusal(dc.CollectiveMismatchError, lambda odd, f=f: f(x_(2 + odd)), r == 1)
+            for f in (dc.all_gather, dc.gather)
+        ]
+
+
 @runs_on("rules", "gloo", "mpi")
 def test_disagreements(run):
     def body(r):
@@ -159,6 +167,8 @@ def test_disagreements(run):
         assert len({*texts}) == 1, texts
         calls = re.findall(rf"^  rank \d: (.*) at {__file__}:\d+(.*)$", texts[0], re.MULTILINE)
         assert len(calls) == N and calls[1] != calls[0], texts[0]
+    unequal = [texts for texts in run(gathers_of_other_sizes, range(N))]
+    assert all('sizes="auto"' in text and "split_sizes" not in text for texts in unequal for text in texts), unequal
 
 
 #: Declared replicated, with values that differ on rank 1; where `odd` is false on all ranks, nothing is raised.

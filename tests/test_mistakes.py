@@ -181,6 +181,36 @@ OTHERS = [
 ]
 
 
+F = dc.nn.functional
+
+
+def averaged(call):
+    return call(dc.GradientAverager(torch.nn.Linear(3, 2).parameters()))
+
+
+#: (what the text begins with, class, words of the remedy, call)
+REMEDIES = [
+    ("all_gather: dim", TypeError, "group=", lambda: dc.all_gather(X, GROUP)),
+    ("all_reduce: op", ValueError, "group=", lambda: dc.all_reduce(X, GROUP)),
+    ("all_reduce: op", ValueError, "dc.all_gather", lambda: dc.all_reduce(X, torch.amax)),
+    ("all_reduce: op: got BAND", ValueError, '"min" (all)', lambda: dc.all_reduce(X, dist.ReduceOp.BAND)),
+    ("all_reduce: x", TypeError, "x.wait()", lambda: pending("all_reduce")),
+    ("broadcast: x", TypeError, "every rank passes x", lambda: dc.broadcast(None)),
+    ("scatter: src", TypeError, "y = dc.scatter(x", lambda: dc.scatter(X, None, 0)),
+    ("scatter: src", TypeError, "torch.cat(xs)", lambda: dc.scatter(X, [X, X])),
+    ("all_gather: sizes", ValueError, '"auto"', lambda: dc.all_gather(X, sizes=[5, 5])),
+    ("loss_of_sums: f", TypeError, "loss_of_sums(f, *sums)", lambda: F.loss_of_sums(X.sum(), torch.log)),
+    ("token_mean: losses", ValueError, 'reduction="none"', lambda: F.token_mean(X.sum())),
+    ("GradientAverager.reduce: count", TypeError, "count=n", lambda: averaged(lambda a: a.reduce(X.sum()))),
+    (
+        "GradientAverager.backward: loss",
+        TypeError,
+        "backward(loss)",
+        lambda: averaged(lambda a: a.backward(4, X.sum())),
+    ),
+]
+
+
 def raised(call):
     """Return the class and the text of a call's error; X is unchanged, and nothing is left that others receive."""
     before = X.clone()
@@ -203,6 +233,13 @@ def test_mistakes(run, table):
         for (text, error, _), (kind, found) in zip(table, of_rank, strict=True):
             assert kind is error, (text, kind, found)
             assert found.startswith(text), (text, found)
+
+
+@runs_on("rules", "gloo")
+def test_remedies(run):
+    for of_rank in run(lambda r: [raised(call) for *_, call in REMEDIES], range(N)):
+        for (text, error, remedy, _), (kind, found) in zip(REMEDIES, of_rank, strict=True):
+            assert kind is error and found.startswith(text) and remedy in found.partition(", expected ")[2], found
 
 
 def test_a_dtensor():
@@ -239,7 +276,7 @@ def test_subclasses_and_tensors_without_memory(run):
 
 @runs_on("gloo")
 def test_tensors_on_the_meta_device(run):
-    """Only simulated ranks take them."""
+    """Only simulated ranks, and a rank alone, take them."""
 
     def body(r):
         for call in CALLS.values():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import diffcoll
 from diffcoll.collectives import COLLECTIVES
+from diffcoll.engines.devices import expect_device
 
 __all__ = ["main"]
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="diffcoll", description="Are the library's gradients right on this machine?")
     parser.add_argument("--version", action="version", version=f"diffcoll {diffcoll.__version__}")
-    verify = parser.add_subparsers(dest="command", required=True).add_parser(
+    verify = parser.add_subparsers(dest="command").add_parser(
         "verify",
         help="check every collective against a reference gradient, on processes",
         description=_VERIFY,
@@ -45,11 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verify.add_argument("--backend", default="gloo", help="of torch.distributed; default: gloo")
     verify.add_argument("--seed", type=int, default=0, help="of the data")
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
     from diffcoll.cli import verify as command  # takes half a second, which --help need not wait for
 
     engine = command.launcher()
     if engine and options.world_size:
         verify.error("argument --world-size: the launcher has set it; leave it out")
+    try:
+        expect_device(options.backend, "diffcoll verify", "--backend")
+    except (ValueError, RuntimeError) as error:
+        verify.error(str(error))
     try:
         return command.run(options, engine)
     except KeyboardInterrupt:

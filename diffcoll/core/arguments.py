@@ -119,6 +119,8 @@ class Call:
         """Return x, a tensor that the engine can move."""
         if not isinstance(x, Tensor):
             remedy = "pass the result, x.wait()" if isinstance(x, Pending) else "torch.as_tensor(x) makes one"
+            if x is None:
+                remedy = "every rank passes x; where its numbers are not read, torch.empty of its shape"
             raise TypeError(message(self.name, "x", type(x).__name__, _DENSE, remedy))
         if type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__):
             remedy = (
@@ -139,9 +141,8 @@ class Call:
             raise TypeError(message(self.name, "x", got, "a dtype whose gradients can be added", remedy))
         devices = self.engine.devices
         device = "cpu" if x.is_cpu else x.device.type
-        if (device == "meta" and not self.engine.moves_meta) or (devices is not None and device not in devices):
-            where = "tensors with memory" if devices is None else f"a tensor on {' or '.join(devices)}"
-            expected = f"{where}, which is what {self.engine.description} moves"
+        if devices is not None and device not in devices:
+            expected = f"a tensor on {' or '.join(devices)}, which is what {self.engine.description} moves"
             remedy = "move x there, or pass another group"
             raise ValueError(message(self.name, "x", f"a tensor on {device}", expected, remedy))
         return x
@@ -178,10 +179,10 @@ class Call:
         name = spelled(op)
         reduction = None if name is None else REDUCTIONS.get(name)
         if reduction is None:
-            remedy = "f(dc.all_gather(x, stack=True)) reduces by a function f" if callable(op) else ""
+            remedy = "f(dc.all_gather(x, stack=True)) reduces by a function f" if callable(op) else expect.of_group(op)
             if str(name).lower() in ("band", "bor", "bxor"):
                 remedy = 'reduce bool tensors with "min" (all) or "max" (any); bits have no derivative'
-            raise self.error("op", _OPS, remedy)
+            raise self.error("op", _OPS, remedy, got=name)
         self.dtype(x, reduction.needs)
         self.arguments["op"] = reduction.name
         return reduction
@@ -201,6 +202,9 @@ class Call:
 
     def root(self, argument: str) -> int:
         """Return a rank within the group."""
+        if self.arguments[argument] is None:
+            remedy = f"dc.{self.name} takes no output: y = dc.{self.name}(x, {argument}=…)"
+            raise TypeError(message(self.name, argument, None, "a rank within the group", remedy))
         value = self.integer(argument)
         if not 0 <= value < self.engine.size:
             raise self.error(argument, f"a rank within the group, from 0 to {self.engine.size - 1}")

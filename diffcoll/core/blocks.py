@@ -30,7 +30,7 @@ def as_row(tensors: Sequence[Tensor]) -> Tensor:
 def _cat(parts: list[Tensor], dim: int) -> Tensor:
     """Return torch.cat(parts, dim), which autocast to one half precision refuses for parts of the other."""
     kind = parts[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if parts[0].is_meta or not torch.is_autocast_enabled(kind):
         return torch.cat(parts, dim)
     with torch.autocast(kind, enabled=False):
         return torch.cat(parts, dim)

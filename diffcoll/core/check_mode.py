@@ -13,7 +13,7 @@ from torch import Tensor
 from diffcoll.core import expect
 from diffcoll.core.control import Control
 from diffcoll.core.dtypes import rounding
-from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, user_line
+from diffcoll.core.errors import CollectiveFailedError, CollectiveMismatchError, Origin, failure, of_uneven, user_line
 from diffcoll.core.maps import AllGather, AllToAll, Linear
 from diffcoll.core.torch_private.tracing import unobserved
 from diffcoll.engines.engine import Engine
@@ -175,6 +175,8 @@ def _shown(f: Linear) -> list[str]:
     given = dict(_arguments(f))
     if given.pop("replicated", False):
         given["grad_placement"] = "replicate"
+    if f.name != "all_to_all":  # the user has passed none
+        given = {name: value for name, value in given.items() if name not in ("split_sizes", "concat_sizes")}
     values = [f"{name}={value!r}" for name, value in given.items() if value and name != "sent"]
     return [*values, f.detail] if f.detail else values
 
@@ -198,11 +200,15 @@ def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -
         compare(engine, facts, text, origin)
         if isinstance(f, AllToAll):
             _compare_blocks(f, Control(engine), text)
+    except CollectiveMismatchError as error:
+        are_gathers = origin is None and str(error).count(f": {f.name}({x.dtype} ") == engine.size
+        raise CollectiveMismatchError(f"{error}{of_uneven(f.name) if are_gathers else ''}") from None
     except CollectiveFailedError as error:  # of the comparison: the collective's name is that of the call
         cause = error.__cause__ or error
         raise failure(f.name, engine.description, engine.rank, origin, cause, compared=True) from cause
     if f.of_replicated:
-        same_everywhere(engine, x, text)
+        remedy = 'pass grad_placement="partial" if each rank has its own loss' if origin else "pass what all ranks have"
+        same_everywhere(engine, x, text, remedy)
 
 
 def _compare_blocks(f: AllToAll, control: Control, text: Callable[[], str]) -> None:
@@ -219,7 +225,7 @@ def _compare_blocks(f: AllToAll, control: Control, text: Callable[[], str]) -> N
 
 
 @unobserved()
-def same_everywhere(engine: Engine, x: Tensor, text: Callable[[], str]) -> None:
+def same_everywhere(engine: Engine, x: Tensor, text: Callable[[], str], remedy: str) -> None:
     """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
     row = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     xs = Control(engine).gather(row, [x.numel()] * engine.size)
@@ -229,7 +235,5 @@ def same_everywhere(engine: Engine, x: Tensor, text: Callable[[], str]) -> None:
     for r, other in enumerate(wide):
         same = torch.allclose(other, wide[0], rtol=tolerance, atol=tolerance, equal_nan=True)
         if not (same if tolerance else torch.equal(xs[r], xs[0])):
-            raise CollectiveMismatchError(
-                f"{text()}: declared replicated, but it differs between rank 0 and rank {r}; "
-                'pass grad_placement="partial" if each rank has its own loss'
-            )
+            why = f"declared replicated, but it differs between rank 0 and rank {r}"
+            raise CollectiveMismatchError(f"{text()}: {why}; {remedy}")

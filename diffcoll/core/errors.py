@@ -42,6 +42,11 @@ def message(operation: str, argument: object, got: object, expected: str, remedy
     return f"{text}; {remedy}" if remedy else text
 
 
+def of_uneven(collective: str) -> str:
+    """Return what to add to an error if ranks gather blocks that do not fit together."""
+    return f"; {UNEVEN}" if collective in ("all_gather", "gather") else ""
+
+
 def user_line() -> str:
     """Return "file:line" of the innermost frame outside this library, torch and the standard library."""
     return Origin("").line

@@ -28,6 +28,12 @@ def flag(name: str, argument: str, value: object) -> bool:
     return value
 
 
+def of_group(value: object) -> str:
+    """Return the remedy if the value is a group, which mpi4py and torch.distributed take at other positions."""
+    kinds = {kind.__name__ for kind in type(value).__mro__}
+    return "pass the group by name, group=…" if kinds & {"ProcessGroup", "DeviceMesh", "Comm"} else ""
+
+
 def is_number(value: object) -> bool:
     """Whether the value is an int or a float; bool is an int of Python, and no number here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -53,7 +59,7 @@ def integer(name: str, argument: str, value: Any, least: int | None = None) -> i
                 raise TypeError
             number = operator.index(value)
         except TypeError:
-            raise TypeError(message(name, argument, type(value).__name__, expected)) from None
+            raise TypeError(message(name, argument, type(value).__name__, expected, of_group(value))) from None
     if least is not None and number < least:
         raise ValueError(message(name, argument, number, expected))
     return number

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from diffcoll.core.errors import message
+
 
 def accelerator_type() -> str | None:
     """Return the type of device that `torch.accelerator` serves, such as "cuda"; None: no accelerator."""
@@ -93,10 +95,13 @@ def device_of_backend(backend: str) -> str:
     return (accelerator_type() or "cpu") if needs_accelerator(backend) else "cpu"
 
 
-def expect_device(backend: str) -> None:
-    """Raise if the backend needs an accelerator, and this host has none."""
+def expect_device(backend: str, operation: str = "spawn", argument: str = "backend", remedy: str = "") -> None:
+    """Raise if there is no such backend, or it needs an accelerator and this host has none."""
     if needs_accelerator(backend) and not torch.accelerator.device_count():
         raise RuntimeError(f"backend {backend!r} moves tensors of an accelerator, and this host has none; use 'gloo'")
+    names = (part.rpartition(":")[2].lower() for part in backend.split(","))
+    if unknown := [name for name in names if not dist.is_backend_available(name)]:
+        raise ValueError(message(operation, argument, repr(unknown[0]), "'gloo', or another of this PyTorch's", remedy))
 
 
 def select_device(backend: str, rank: int) -> None:

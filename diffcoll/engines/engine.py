@@ -57,10 +57,8 @@ class Engine(ABC):
     description: str = "an engine"
     #: The name by which a compiled graph finds this group in its process.
     key: str = ""
-    #: Types of the devices whose tensors this engine moves; None: any device but meta.
+    #: Types of the devices whose tensors this engine moves; None: any device, also meta.
     devices: tuple[str, ...] | None = None
-    #: Whether it takes tensors on the meta device, which have no memory.
-    moves_meta: bool = False
     #: Whether it stands for another engine while Dynamo traces.
     compiling: bool = False
     #: Whether the ranks share one autograd graph, in which collectives are computed by `diffcoll.truth`.

@@ -96,6 +96,6 @@ def in_full_precision(name: str, **arguments: Tensor) -> list[Tensor]:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which autocast does not cast the products of tensors like x to half precision."""
-    if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type):
+    if x.is_meta or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)):
         return nullcontext()  # an autocast that is off already takes longer than a small product
     return torch.autocast(x.device.type, enabled=False)

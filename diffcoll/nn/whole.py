@@ -20,6 +20,7 @@ from torch import Tensor
 
 from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.collectives.sum_gradients import sum_gradients
+from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size
 from diffcoll.core.torch_private.tracing import constant_in_graphs, unobserved
 from diffcoll.engines.types import Group
@@ -62,6 +63,9 @@ def loss_of_sums(f: Callable[..., Tensor], *sums: Tensor, group: Group = None) -
 
     Source: notes/training/losses.md.
     """
+    if not callable(f):
+        got, expected = type(f).__name__, "a function of the sums"
+        raise TypeError(message("loss_of_sums", "f", got, expected, "it comes first: loss_of_sums(f, *sums)"))
     if get_world_size(group) == 1:
         return f(*sums)
     if not any(s.requires_grad for s in sums):

@@ -29,8 +29,6 @@ def per_rank_arguments(name: str, per_rank: tuple[Sequence[Any], ...]) -> list[t
     return rows
 
 
-def missing(name: str, what: str, extra: str) -> ModuleNotFoundError:
-    """Return the error for a package of an optional extra that is not installed."""
-    return ModuleNotFoundError(
-        f"{name}: {what} is not installed; from a checkout of diffcoll: pip install '.[{extra}]'"
-    )
+def missing(name: str, what: str) -> ModuleNotFoundError:
+    """Return the error for an optional package that is not installed."""
+    return ModuleNotFoundError(f"{name}: {what} is not installed; pip install {what}")

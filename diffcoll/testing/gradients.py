@@ -12,6 +12,7 @@ from torch import nn
 
 from diffcoll.core import expect
 from diffcoll.core.errors import message
+from diffcoll.engines.devices import expect_device
 from diffcoll.testing._calls import per_rank_arguments
 from diffcoll.testing.harness.batch import rows_of
 from diffcoll.testing.harness.compare import Asked
@@ -212,3 +213,5 @@ def _check_choices(name: str, order: object, on: Sequence[str]) -> None:
     expect.choice(name, "order", order, (1, 2))
     if isinstance(on, str) or not on or not all(isinstance(kind, str) for kind in on):
         raise TypeError(message(name, "on", repr(on), 'a sequence of "simulated" and backends, such as ["simulated"]'))
+    for backend in (kind for kind in on if kind != "simulated"):
+        expect_device(backend, name, "on", '"simulated" are ranks of this process')

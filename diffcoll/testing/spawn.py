@@ -78,7 +78,8 @@ def spawn(
         The ranks' results, in order; tensors in them come detached, on the CPU.
 
     Raises:
-        TypeError, ValueError: per_rank are no sequences of one length, or timeout is not above 0.
+        TypeError, ValueError: per_rank are no sequences of one length, PyTorch has no such backend, or timeout is not
+            above 0.
         ModuleNotFoundError: cloudpickle is not installed.
         RuntimeError: the backend needs an accelerator, and this machine has none.
         RanksFailedError: a rank raised, died or hung; all are ended then, and the message shows every rank's
@@ -99,7 +100,7 @@ class Ranks:
         try:
             import cloudpickle  # noqa: F401
         except ModuleNotFoundError as error:
-            raise missing("spawn", "cloudpickle", "test") from error
+            raise missing("spawn", "cloudpickle") from error
         if multiprocessing.current_process().daemon:
             raise RuntimeError(
                 "spawn: called while a rank imports the module that calls it, expected a call in a function: the ranks "

@@ -127,10 +127,15 @@ def test_under_mpiexec():
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_alone(capsys):
+    assert main([]) == 0
+    assert "verify" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
-    ["", "check", "verify --only allreduce", "verify --only all_reduce,x", "verify --world-size 2 0",
-     "verify --world-size two", "verify --seed x", "verify --engine mpi"],
+    ["check", "verify --backend foo", "verify --only allreduce", "verify --only all_reduce,x",
+     "verify --world-size 2 0", "verify --world-size two", "verify --seed x", "verify --engine mpi"],
 )  # fmt: skip
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -4,6 +4,7 @@ import logging
 import runpy
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import diffcoll as dc
 from diffcoll.testing import simulate
+from diffcoll.testing.cases import table
 
 pytestmark = pytest.mark.filterwarnings("ignore:.?torch.distributed:FutureWarning")
 WIDTH = 16
@@ -183,6 +185,40 @@ def test_programs(program, n, bug):
         assert f" at {__file__}:" in text and len(text.splitlines()) <= 24
     else:
         simulate(program, range(n), [n] * n, bugs)
+
+
+def layers_and_losses(x, y):
+    """What nn, averaging and composed functions return of two batches of features."""
+    f, one, labels = dc.nn.functional, torch.ones(()), torch.ones(len(x), dtype=torch.int64)
+    yield from (loss(x, y, one) for loss in (f.clip_loss, partial(f.siglip_loss, logit_bias=one)))
+    yield from (loss(x, y) for loss in (f.info_nce_loss, f.nt_xent_loss, f.barlow_twins_loss, f.vicreg_loss))
+    yield from (f.supcon_loss(x, labels), f.koleo_loss(x), f.token_mean(x[:, 0]), f.dice_loss(x, y.detach()))
+    yield from (
+        f.vocab_parallel_cross_entropy(x, y, labels),
+        dc.nn.SyncBatchNorm(4)(x),
+        dc.gather_batch([x, y]).tree[1],
+    )
+    yield from (torch.stack([block.sum() for _, block in dc.ring(x)]), dc.halo_exchange(x, 0, 1, 1))
+    module = nn.Linear(4, 2)
+    dc.GradientAverager(module.parameters()).backward(module(x).square().mean())
+    yield module.weight
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_library(n):
+    """Every collective, layer and loss, forward and backward; results have the shapes that they have with memory."""
+
+    def body(r, device):
+        with torch.device(device):
+            xs = [torch.ones(case.shapes[r], dtype=torch.double, requires_grad=True) for case in table(n)]
+            found = [case.call(x, r) for case, x in zip(table(n), xs, strict=True)]
+            x, y = (torch.ones(3, 4, requires_grad=True) for _ in range(2))
+            found += layers_and_losses(x, y)
+            for z in found:
+                z.sum().backward()
+            return [z.shape for z in found], [x.grad.shape for x in (*xs, x)]
+
+    assert simulate(body, range(n), ["meta"] * n) == simulate(body, range(n), ["cpu"] * n)
 
 
 @pytest.mark.slow

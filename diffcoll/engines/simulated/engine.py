@@ -30,7 +30,6 @@ class LocalEngine(Engine):
         names: what tells groups of the same ranks apart: the name of torch.distributed, and the numbers of twins.
     """
 
-    moves_meta = True
     #: The dimension of a mesh whose group this is.
     mesh_dim = ""
 

@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import torch
 
-from diffcoll.core.errors import UNEVEN, CollectiveMismatchError, message
+from diffcoll.core.errors import CollectiveMismatchError, message, of_uneven
 from diffcoll.engines.devices import synchronize_streams
 from diffcoll.engines.rank_state import THREAD, NotARankError, launched_as, outsiders, seed_rank
 from diffcoll.engines.simulated.blocks import Misfit
@@ -175,7 +175,7 @@ class World:
         elif entry.how != first.how:
             hows = f"{self.report.names([first_rank])} has {first.how}, {self.report.names([me.number])} {entry.how}"
             why = f"{entry.what} was called with different arguments: {hows}"
-            self.call_off([meeting], why + _remedy(entry.what))
+            self.call_off([meeting], why + of_uneven(entry.what))
         elif complete:
             self.complete(meeting, ranks, combine)
         return wait
@@ -196,7 +196,7 @@ class World:
         except Misfit as error:
             receiver, sender = (self.report.names([ranks[r]]) for r in (error.receiver, error.sender))
             why = f"{receiver} expects {error.expects} from {sender}, which sends {error.sends}"
-            self.call_off([meeting], why + _remedy(meeting.entries[ranks[0]].what))
+            self.call_off([meeting], why + of_uneven(meeting.entries[ranks[0]].what))
         except Exception as error:
             self.call_off([meeting], f"their arguments do not fit together: {error}")
         else:
@@ -261,11 +261,6 @@ class World:
         for meeting in meetings:
             meeting.off = text
             self.end(meeting, None)
-
-
-def _remedy(collective: str) -> str:
-    """Return what to do if ranks gather blocks that do not fit together."""
-    return f"; {UNEVEN}" if collective in ("all_gather", "gather") else ""
 
 
 def expect_thread_of(me: Rank) -> None:

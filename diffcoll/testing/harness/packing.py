@@ -60,7 +60,7 @@ def pack(name: str, argument: str, subject: Subject, dtype: torch.dtype | None =
     of the caller's module is the same object in the function and as `module` then.
     """
     if find_spec("cloudpickle") is None:
-        raise missing(name, "cloudpickle", "test")
+        raise missing(name, "cloudpickle")
     for which, f in ((argument, subject.fn), ("shard", subject.shard), ("context", subject.context)):
         if not callable(f) and (f is not None or which == argument):
             raise TypeError(message(name, which, type(f).__name__, "a function"))
