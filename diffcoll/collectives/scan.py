@@ -16,6 +16,7 @@ from torch import Tensor
 from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.errors import message
 from diffcoll.core.maps import Permute, Scan, part_of
+from diffcoll.core.reductions import spelled
 from diffcoll.core.trees import by_dtype, flattened, tensors_of, unpacked
 from diffcoll.engines.types import Group
 
@@ -88,7 +89,7 @@ def scan(
     """
     call = Call("scan", x, group, False, {"op": op, "reverse": reverse, "exclusive": exclusive})
     backwards, excludes = call.flag("reverse"), call.flag("exclusive")
-    if callable(op):
+    if callable(op) and spelled(op) is None:  # torch's ReduceOp can be called, too
         return _by_function(call, op, backwards, excludes, empty)
     call.dtype(call.tensor(x), "numbers")
     if op != "sum":
