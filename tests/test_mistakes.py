@@ -132,7 +132,7 @@ def rows_of(name, f):
 
 
 TWO = {"a": X, "b": X[0]}
-NOT_LIKE_TWO = [X, [X, X[0]], {"a": X}, TWO | {"c": X}, TWO | {"b": X[:1]}, TWO | {"b": X[0].double()}, {}]
+NOT_LIKE_TWO = [X, [X, X[0]], {"a": X}, TWO | {"c": X}, TWO | {"b": X[0, :1]}, TWO | {"b": X[0].double()}, {}]
 
 
 def prefix_of_two(op=lambda before, own: own, empty=TWO):

@@ -99,14 +99,17 @@ def test_a_recurrence_over_a_split_sequence(run, sizes):
 @runs_on("rules", "gloo")
 @pytest.mark.parametrize("needed", [True, False])
 def test_what_the_function_captures(run, needed):
-    """Its gradient on a rank is that of the rank's own calls, to second order; also where no x needs a gradient."""
+    """Its gradient on a rank is that of the rank's own calls, to second order; also where no x needs a gradient.
+
+    And no rank calls the function with the zeros that it has received from nobody, of which the logarithm is infinite.
+    """
 
     def inputs(r):
         x, w = numbers(2, 3, seed=r).abs(), torch.tensor(0.5, dtype=torch.double)
         return [x.requires_grad_(needed), w.requires_grad_()]
 
     def twisted(w, before, own):
-        return torch.stack([before[0] * own[0], own[0] ** w * before[1] + own[1]])
+        return torch.stack([(before[0].log() + own[0].log()).exp(), own[0] ** w * before[1] + own[1]])
 
     def loss_of(r, y):
         return (y * torch.arange(1 + r, 7 + r).view(2, 3)).sin().sum()
