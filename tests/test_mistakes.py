@@ -154,7 +154,6 @@ OF_ARGUMENTS = [
     ("permute()", TypeError, lambda: dc.permute(X, [(0, 1)], GROUP)),
     ("permute()", TypeError, lambda: dc.permute(X, [(0, 1)], dim=0)),
     ("scan()", TypeError, lambda: dc.scan(X, async_op=True)),
-    *(("scan: x", TypeError, lambda tree=tree: dc.scan(tree)) for tree in TREES),
     *(("scan: x", TypeError, lambda x=x: dc.scan(x, torch.add)) for x in [None, 3.0, X.to_sparse(), *NOT_OF_TENSORS]),
     *(("scan: op", ValueError, lambda op=op: dc.scan(X, op)) for op in ("mean", "max", dist.ReduceOp.SUM)),
     ("scan: empty", ValueError, lambda: dc.scan(X, torch.add, exclusive=True)),

@@ -58,10 +58,9 @@ def scans(x: Tensor, views: Views) -> None:
     assert_type(dc.scan(x, torch.logaddexp), Tensor)
     assert_type(dc.scan((x, x), lambda before, own: (before[0] * own[0], own[1])), tuple[Tensor, Tensor])
     assert_type(dc.scan(views, lambda before, own: before, exclusive=True, empty=views), Views)
-    dc.scan(views)  # type: ignore
+    assert_type(dc.scan(views), Views)
     dc.scan(x, "mean")  # type: ignore
-    dc.scan(x, exclusive=True, empty=x)  # type: ignore
-    dc.scan(views, lambda before, own: x)  # type: ignore
+    dc.scan(views, lambda before: before)  # type: ignore
 
 
 def groups(x: Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:

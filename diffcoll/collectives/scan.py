@@ -8,40 +8,30 @@ note      notes/collectives/collectives.md#scan   truth  diffcoll.truth.scan
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from diffcoll.collectives.shift import shift
 from diffcoll.core.arguments import Call, Tree
 from diffcoll.core.errors import message
-from diffcoll.core.maps import Permute, Scan, part_of
+from diffcoll.core.maps import Scan
 from diffcoll.core.reductions import spelled
-from diffcoll.core.trees import by_dtype, flattened, tensors_of, unpacked
+from diffcoll.core.tree_calls import by_message
+from diffcoll.core.trees import tensors_of
 from diffcoll.engines.types import Group
 
 
-@overload
-def scan(
-    x: Tensor, op: Literal["sum"] = ..., *, group: Group = ..., reverse: bool = ..., exclusive: bool = ...
-) -> Tensor: ...
-
-
-@overload
 def scan(
     x: Tree,
-    op: Callable[[Tree, Tree], Tree],
+    op: Literal["sum"] | Callable[[Tree, Tree], Tree] = "sum",
     *,
-    group: Group = ...,
-    reverse: bool = ...,
-    exclusive: bool = ...,
-    empty: Tree | None = ...,
-) -> Tree: ...
-
-
-def scan(
-    x: Any, op: Any = "sum", *, group: Group = None, reverse: bool = False, exclusive: bool = False, empty: Any = None
-) -> Any:
+    group: Group = None,
+    reverse: bool = False,
+    exclusive: bool = False,
+    empty: Tree | None = None,
+) -> Tree:
     """Return the inclusive prefix sum over ranks (MPI_Scan): the sum of x on ranks 0 to r.
 
     >>> import torch, diffcoll as dc
@@ -69,8 +59,8 @@ def scan(
     [tensor([1., 2.]), tensor([]), tensor([7.])]
 
     Args:
-        x: any shape, the same on all ranks; any dtype but bool. Half precisions are accumulated in float32. With a
-            function a tensor, or nested tuples, lists and dicts of tensors, of any dtype.
+        x: any shape, the same on all ranks; any dtype but bool, with a function any dtype. Sums of half precisions are
+            accumulated in float32. Nested tuples, lists and dicts of tensors: one message per dtype.
         op: "sum", or an associative function `(before, own) -> both` of two such x. It is called ⌈log₂ N⌉ times on
             every rank; where no rank is before this one, as f(own, own), whose result is not used, and its gradient
             is zero unless it overflows.
@@ -80,7 +70,7 @@ def scan(
         empty: with a function and `exclusive`: what the first rank gets, the last one if reversed; like x.
 
     Returns:
-        A new tensor, shape and dtype of x; with a function of the structure of x.
+        A new tensor, shape and dtype of x, or a tree of them.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or the function's result is not like x.
@@ -88,63 +78,59 @@ def scan(
     Source: notes/collectives/collectives.md#scan.
     """
     call = Call("scan", x, group, False, {"op": op, "reverse": reverse, "exclusive": exclusive})
-    backwards, excludes = call.flag("reverse"), call.flag("exclusive")
+    y: Tree
     if callable(op) and spelled(op) is None:  # torch's ReduceOp can be called, too
-        return _by_function(call, op, backwards, excludes, empty)
-    call.dtype(call.tensor(x), "numbers")
-    if op != "sum":
+        y = _by_function(call, op, empty)
+    elif op != "sum":
         raise call.error("op", '"sum" or a function (before, own) -> both')
-    if empty is not None:
+    elif empty is not None:
         raise call.error("empty", "None, since the first rank gets zeros", got=empty)
-    return call.perform(Scan(call.engine, backwards, excludes), x)
+    else:
+        y = _sum(call) if isinstance(x, Tensor) else by_message(call, _sum)
+    return y
 
 
-def _by_function(call: Call, f: Callable[[Any, Any], Any], reverse: bool, exclusive: bool, empty: Any) -> Any:
+def _sum(call: Call) -> Any:
+    call.dtype(call.x, "numbers")
+    return call.perform(Scan(call.engine, call.flag("reverse"), call.flag("exclusive")), call.x)
+
+
+def _by_function(call: Call, f: Callable[[Any, Any], Any], empty: Any) -> Any:
     """Return the prefixes by f, in ⌈log₂ N⌉ rounds: after round k, y_r is of the last 2^k ranks.
 
     Every rank calls f in every round, so all ranks' graphs have the same messages, whatever f captures.
     """
     n, rank = call.engine.size, call.engine.rank
+    step, exclusive = -1 if call.flag("reverse") else 1, call.flag("exclusive")
     leaves, rebuild = tensors_of(call.name, "x", call.x)
     own = [call.tensor(leaf).clone(memory_format=torch.contiguous_format) for leaf in leaves.values()]
-    groups, shapes = by_dtype(own), [leaf.shape for leaf in own]
     if exclusive == (empty is None):
         raise call.error("empty", "a tree like x with exclusive=True, else None", got=empty)
-    first = _like(leaves, "empty", empty) if exclusive else []
+    first = _like(call.x, "empty", empty) if exclusive else own
 
     def received(by: int) -> list[Tensor]:
-        pairs = tuple((r, r + by) for r in range(n) if 0 <= r + by < n)
-        rows = []
-        for indices in groups:
-            row = Call("shift", flattened([own[i] for i in indices]), call.group, False, {"offset": by, "wrap": False})
-            rows.append(row.perform(part_of(Permute(call.engine, pairs), call.name), row.x))
-        return unpacked(zip(groups, rows, strict=True), shapes)
+        tree = Call(call.name, own, call.group, False, {})
+        found: list[Tensor] = by_message(tree, lambda row: shift(row.x, by, wrap=False, group=call.group))
+        return found
 
     def where_received(by: int, xs: list[Tensor], others: list[Tensor]) -> list[Tensor]:
         has = 0 <= rank - by < n
         conditions = [torch.full((), has, dtype=torch.bool, device=x.device) for x in xs]  # filled there, not copied
         return [*map(torch.where, conditions, xs, others)]
 
-    distance = 1
-    while distance < n:
-        by = -distance if reverse else distance
+    for k in range((n - 1).bit_length()):
+        by = step * 2**k
         before = where_received(by, received(by), own)
         both = f(rebuild(before), rebuild([x.clone() for x in own]))  # f may modify its arguments
-        own = where_received(by, _like(leaves, "op(before, own)", both), own)
-        distance *= 2
-    if exclusive:
-        by = -1 if reverse else 1
-        own = where_received(by, received(by), first)
-    return rebuild(own)
+        own = where_received(by, _like(call.x, "op(before, own)", both), own)
+    return rebuild(where_received(step, received(step), first) if exclusive else own)
 
 
-def _like(x: dict[str, Tensor], argument: str, tree: Any) -> list[Tensor]:
+def _like(x: Any, argument: str, tree: Any) -> list[Tensor]:
     """Return the leaves of an argument; raise unless its paths, dtypes and shapes are those of x."""
-    found, _ = tensors_of("scan", argument, tree)
-    expected = {argument + path.removeprefix("x"): leaf for path, leaf in x.items()}
-    for path in {**expected, **found}:
-        got, wanted = [(of[path].dtype, tuple(of[path].shape)) if path in of else None for of in (found, expected)]
-        if got != wanted:
-            remedy = "it has the structure, dtypes and shapes of x: y.to(x.dtype).expand_as(x)"
-            raise ValueError(message("scan", path, got, str(wanted), remedy))
-    return [found[path].contiguous() for path in expected]
+    found, expected = (tensors_of("scan", argument, each)[0] for each in (tree, x))
+    got, wanted = ([(path, leaf.dtype, leaf.shape) for path, leaf in of.items()] for of in (found, expected))
+    if got != wanted:
+        remedy = "y.to(x.dtype).expand_as(x) changes dtype and shape"
+        raise ValueError(message("scan", argument, got, f"{wanted}, as x has", remedy))
+    return [leaf.contiguous() for leaf in found.values()]

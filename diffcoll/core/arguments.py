@@ -38,7 +38,7 @@ Tree = TypeVar("Tree", bound=Tensors)
 Parts = Sequence[int] | None
 Sizes = Sequence[int] | Literal["auto"] | None
 
-#: Collectives whose x may be a tree; of scan, if op is a function.
+#: Collectives whose x may be a tree.
 TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients", "scan")
 
 _FRACTIONS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

@@ -148,7 +148,7 @@ def test_messages():
         y = dc.scan(x, add, exclusive=True, empty=[torch.zeros_like(leaf) for leaf in x])
         y[0].sum().backward()
 
-    sent = [("scan", 20), ("scan", 32)] * 3 + [("scan backward", 20)] * 3
+    sent = [("shift", 20), ("shift", 32)] * 3 + [("shift backward", 20)] * 3
     assert gloo(lambda r: profiled(call), range(3)) == [sent] * 3
 
 
