@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
+from itertools import accumulate
 from operator import add, mul
 from typing import Any
 
@@ -96,8 +97,12 @@ def shift(xs: Tensors, offset: int = 1, *, wrap: bool = True) -> Tensors:
     return permute(xs, [(r, (r + offset) % n) for r in range(n) if wrap or 0 <= r + offset < n])
 
 
-def scan(xs: Tensors, *, reverse: bool = False, exclusive: bool = False) -> Tensors:
-    """y_r = Σ_{s≤r} x_s; exclusive: s<r; reverse: s≥r or s>r."""
+def scan(xs: list[Any], op: Any = "sum", *, reverse: bool = False, exclusive: bool = False, empty: Any = None) -> Any:
+    """y_r = Σ_{s≤r} x_s; exclusive: s<r; reverse: s≥r or s>r. With a function op: op(… op(x_0, x_1) …, x_r)."""
+    if callable(op):
+        ys = [*accumulate(reversed(xs) if reverse else xs, op)]
+        ys = [empty, *ys[:-1]] if exclusive else ys
+        return ys[::-1] if reverse else ys
 
     def counts(s: int, r: int) -> bool:
         return (not exclusive) if s == r else (s > r) == reverse

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from properties import LAYOUTS, LaidOut
 
 from diffcoll.core.reductions import REDUCTIONS
-from diffcoll.testing.cases import Case, Shape
+from diffcoll.testing.cases import Case, Shape, two_steps
 
 __all__ = ["cases", "drawn", "each"]
 
@@ -166,6 +166,13 @@ def _permute(draw: Draw, n: int) -> _Call:
     return [_shape(draw)] * n, {"pairs": list(zip(sources[:count], targets[:count], strict=True))}, {}
 
 
+def _scan(draw: Draw, n: int) -> _Call:
+    """Sums, also exclusive, and steps of a recurrence."""
+    if draw(st.booleans()):
+        return [(2, *_shape(draw))] * n, {"op": two_steps}, {}
+    return [_shape(draw)] * n, {"exclusive": draw(st.booleans())}, {}
+
+
 _CALLS: dict[str, Callable[[Draw, int], _Call]] = {
     "all_reduce": _with_arguments(_same, op=_OPS, grad_placement=_GRAD_PLACEMENTS),
     "all_gather": _with_arguments(_gathered_or_stacked, grad_placement=_GRAD_PLACEMENTS),
@@ -177,7 +184,7 @@ _CALLS: dict[str, Callable[[Draw, int], _Call]] = {
     "scatter": _with_arguments(_cut, src=_ranks),
     "permute": _permute,
     "shift": _with_arguments(_same, offset=lambda n: list(range(-n - 1, n + 2)), wrap=[True, False]),
-    "scan": _with_arguments(_same, reverse=[True, False], exclusive=[True, False]),
+    "scan": _with_arguments(_scan, reverse=[True, False]),
     "sum_gradients": _same,
     "split": _cut,
 }

@@ -20,7 +20,10 @@ RARE = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} - 
 #: What PyTorch itself cannot copy or concatenate.
 OPAQUE = [dtype for dtype in RARE if re.match(r"torch\.(u?int[1-7]$|bits|float4_)", str(dtype))]
 ADDS = ("all_reduce", "reduce_scatter", "reduce", "scan")
-TABLE = [*cases.table(N), *(Case(name, ((3, 2),) * N, {"op": op}) for name in ADDS[:3] for op in REDUCTIONS)]
+TABLE = [
+    *(case for case in cases.table(N) if not callable(case.arguments.get("op"))),
+    *(Case(name, ((3, 2),) * N, {"op": op}) for name in ADDS[:3] for op in REDUCTIONS),
+]
 
 
 def wide(dtype):

@@ -100,6 +100,7 @@ WRONG_BY_NAME = {
     "concat_sizes": [*SIZES[:-1], ([2, 2], ValueError)],
     "dim": DIM,
     "dst": ROOT,
+    "empty": raising(ValueError, X, [X], "zeros"),  # without a function
     "exclusive": FLAG,
     "grad_placement": raising(ValueError, "same", None, True, ["partial"]),
     "group": raising(TypeError, "world", 0, [0, 1], (0,), X),
@@ -124,8 +125,18 @@ NEEDED = {"concat_sizes": {"split_sizes": [1, 3]}}
 def rows_of(name, f):
     for argument in list(inspect.signature(getattr(dc, name)).parameters)[1:]:
         for value, error in WRONG_BY_NAME[argument]:
+            if name == "scan" and callable(value):  # which is right there
+                continue
             more = {argument: value, **NEEDED.get(argument, {})}
             yield f"{name}: {argument}", error, lambda more=more: f(X, **more)
+
+
+TWO = {"a": X, "b": X[0]}
+NOT_LIKE_TWO = [X, [X, X[0]], {"a": X}, TWO | {"c": X}, TWO | {"b": X[0, :1]}, TWO | {"b": X[0].double()}, {}]
+
+
+def prefix_of_two(op=lambda before, own: own, empty=TWO):
+    return dc.scan(TWO, op, exclusive=True, empty=empty)
 
 
 OF_ARGUMENTS = [
@@ -143,6 +154,13 @@ OF_ARGUMENTS = [
     ("permute()", TypeError, lambda: dc.permute(X, [(0, 1)], GROUP)),
     ("permute()", TypeError, lambda: dc.permute(X, [(0, 1)], dim=0)),
     ("scan()", TypeError, lambda: dc.scan(X, async_op=True)),
+    *(("scan: x", TypeError, lambda x=x: dc.scan(x, torch.add)) for x in [None, 3.0, X.to_sparse(), *NOT_OF_TENSORS]),
+    *(("scan: op", ValueError, lambda op=op: dc.scan(X, op)) for op in ("mean", "max", dist.ReduceOp.SUM)),
+    ("scan: empty", ValueError, lambda: dc.scan(X, torch.add, exclusive=True)),
+    ("scan: empty", ValueError, lambda: dc.scan(X, torch.add, empty=X)),
+    *(("scan: empty", ValueError, lambda empty=empty: prefix_of_two(empty=empty)) for empty in NOT_LIKE_TWO),
+    *(("scan: op(before, own)", ValueError, lambda y=y: prefix_of_two(lambda a, b: y)) for y in NOT_LIKE_TWO),
+    ("scan: op(before, own)['a']", TypeError, lambda: prefix_of_two(lambda a, b: {"a": 3, "b": b["b"]})),
 ]
 
 # ── what is composed, and the rest ───────────────────────────────────────────────────────────────────────

@@ -53,6 +53,16 @@ def operations(x: Tensor) -> None:
     dc.all_reduce(x, torch.amax)  # type: ignore
 
 
+def scans(x: Tensor, views: Views) -> None:
+    assert_type(dc.scan(x, "sum", exclusive=True), Tensor)
+    assert_type(dc.scan(x, torch.logaddexp), Tensor)
+    assert_type(dc.scan((x, x), lambda before, own: (before[0] * own[0], own[1])), tuple[Tensor, Tensor])
+    assert_type(dc.scan(views, lambda before, own: before, exclusive=True, empty=views), Views)
+    assert_type(dc.scan(views), Views)
+    dc.scan(x, "mean")  # type: ignore
+    dc.scan(views, lambda before: before)  # type: ignore
+
+
 def groups(x: Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
     dc.all_reduce(x, group=group)
     dc.all_reduce(x, group=mesh["tensor"])

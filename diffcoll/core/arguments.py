@@ -39,7 +39,7 @@ Parts = Sequence[int] | None
 Sizes = Sequence[int] | Literal["auto"] | None
 
 #: Collectives whose x may be a tree.
-TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients")
+TAKE_TREES = ("all_reduce", "all_gather", "broadcast", "sum_gradients", "scan")
 
 _FRACTIONS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}

@@ -59,7 +59,7 @@ class Case:
     @property
     def label(self) -> str:
         """The call, as a user writes it."""
-        shown = {name: repr(value) for name, value in self.arguments.items()}
+        shown = {name: getattr(value, "__name__", repr(value)) for name, value in self.arguments.items()}
         shown |= {name: repr(of[0]) if of[0] == "auto" else "[…]" for name, of in self.per_rank.items()}
         words = ["x: 0-d"] * (() in self.shapes) + ["x: ties and zeros"] * self.few
         return ", ".join([*words, *(f"{name}={value}" for name, value in shown.items())])
@@ -157,6 +157,11 @@ _OPS = [name for name, reduction in REDUCTIONS.items() if reduction.over is not 
 _TIED = ("product", "max", "min")
 
 
+def two_steps(before: Tensor, own: Tensor) -> Tensor:
+    """Return the step h ↦ a h + b that is first one such step and then another; a step is the stack of a and b."""
+    return torch.stack([before[0] * own[0], own[0] * before[1] + own[1]])
+
+
 def table(n: int) -> list[Case]:
     """Every collective × its arguments, for n ranks."""
     last = n - 1
@@ -235,6 +240,7 @@ def table(n: int) -> list[Case]:
         case("scan", same((2, 3)), exclusive=True),
         case("scan", same((2, 3)), reverse=True),
         case("scan", same((2, 3)), reverse=True, exclusive=True),
+        *(case("scan", same((2, 3)), op=two_steps, reverse=reverse) for reverse in (False, True)),
         case("sum_gradients", same((2, 3))),
         case("split", same((2 * n, 3))),
         case("split", same((2, sum(uneven))), dim=1, sizes=uneven),

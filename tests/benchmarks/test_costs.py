@@ -32,6 +32,7 @@ CALLS = [
     *(("all_reduce", {"op": op, "grad_placement": "replicate"}) for op in ("sum", "product")),
     *((name, {"grad_placement": "replicate"}) for name in ("all_gather", "broadcast")),
     ("scan", {"exclusive": True}),
+    ("scan", {"op": torch.logaddexp}),
     *((name, {}) for name in COLLECTIVES if name not in ("all_reduce", "reduce_scatter", "reduce")),
 ]
 BLOCKS = ("reduce_scatter", "all_to_all", "scatter", "split")
