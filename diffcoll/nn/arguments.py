@@ -19,11 +19,17 @@ Number = Tensor | float
 _SHAPES = {2: "(b, D)", 3: "(b, n, D)"}
 
 
-def check_rows(name: str, argument: str, x: Tensor, like: Tensor | None = None, dims: tuple[int, ...] = (2,)) -> None:
-    """Raise unless x is floating-point, with b rows and D features; with `like`, of its b, D and dtype."""
+def check_rows(
+    name: str, argument: str, x: Tensor, like: Tensor | None = None, dims: tuple[int, ...] = (2,), shared: bool = False
+) -> None:
+    """Raise unless x is floating-point, with b rows and D features; with `like`, of its b, D and dtype.
+
+    With `shared`, two dimensions are (K, D), of any number of rows.
+    """
     expect.floating(name, argument, x, f"pass {argument}.float()")
     like = x if like is None else like
-    if x.ndim not in dims or x.shape[0] != like.shape[0] or x.shape[-1] != like.shape[-1]:
+    rows = x.shape[:1] if shared and x.ndim == 2 else like.shape[:1]
+    if x.ndim not in dims or x.shape[:1] != rows or x.shape[-1] != like.shape[-1]:
         expected = f"{' or '.join(_SHAPES[n] for n in dims)}, with the b and D of the first argument"
         raise ValueError(message(name, argument, f"shape {tuple(x.shape)}", expected))
     if x.dtype != like.dtype:

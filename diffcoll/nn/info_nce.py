@@ -2,7 +2,7 @@
 
     L = Σ_i (log Σ_j exp s_ij − mean of s_ip over i's positives p) / number of rows     s_ij = x_i · y_j / temperature
 
-    InfoNCE    x: queries; y: all ranks' keys, and the query's own negatives; p: the query's own keys, or its label's
+    InfoNCE    x: queries; y: all ranks' keys, and this rank's negatives; p: the query's own keys, or its label's
     NT-Xent    x = y: two views of each sample, without j = i; p: the other view
     SupCon     x = y: views, without j = i; p: the other rows of the label
 
@@ -57,7 +57,8 @@ def info_nce_loss(
         positive: (b, D): row i is the positive of query i; all other rows of all ranks are its negatives. Or (b, P, D):
             query i has the P positives positive[i], and the loss is averaged over them; P is the same on all ranks.
         negatives: (b, K, D): negatives[i] are K further negatives of query i, and of no other query, as hard negatives
-            are; they are not sent, and K may differ between ranks, and be 0.
+            are. Or (K, D): of each of this rank's queries, as `FeatureQueue.features()` or the gathered hard negatives
+            of all ranks. They are not sent, and K may differ between ranks, and be 0.
         labels: (b,), integers: all keys of a query's label are its positives; the loss is averaged over them (UniCL).
             Of label −1, a query's own keys alone.
         ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
@@ -69,7 +70,7 @@ def info_nce_loss(
         decoupled: leave a query's positives out of its denominator, which has its negatives alone (Yeh et al. 2022); a
             query without negatives contributes 0.
         chunk_size: keep the logits of this many of this rank's queries at a time, and compute them again in backward.
-            None: keep all, b × B·P numbers. The b × K logits of queries' own negatives are kept.
+            None: keep all, b × B·P numbers. The b × K logits of queries' own negatives are kept in any case.
         sizes: the ranks' numbers of queries, as of `clip_loss`.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
@@ -81,10 +82,10 @@ def info_nce_loss(
     check_rows(name, "query", query)
     check_rows(name, "positive", positive, query, (2, 3))
     if negatives is not None:
-        check_rows(name, "negatives", negatives, query, (3,))
+        check_rows(name, "negatives", negatives, query, (2, 3), shared=True)
     out = check_exclude(name, "exclude_negatives", exclude_negatives, query.shape[0])
-    if out is not None and (negatives is None or out.shape != negatives.shape[:2]):
-        expected = "None without negatives" if negatives is None else f"{tuple(negatives.shape[:2])}, as of negatives"
+    if out is not None and (negatives is None or out.shape[1] != negatives.shape[-2]):
+        expected = "None without negatives" if negatives is None else f"{negatives.shape[-2]}, as of negatives"
         raise ValueError(message(name, "exclude_negatives", f"shape {tuple(out.shape)}", expected))
     scale, each = _inverse(name, temperature, query), 1 if positive.ndim == 2 else positive.shape[1]
     batch = Batch(name, positive, normalize, sizes, group, chunk_size, exclude, each, labels=labels, ids=ids)
@@ -98,12 +99,16 @@ def info_nce_loss(
         rows = rows._replace(own=batch.mine.unsqueeze(1))
     logits = Logits(batch, x, rows, keys.flatten(0, -2), cols, scale)
     pos = logits.of_pairs(key.view(x.shape)) if rows.labels is None else None
-    more = None
-    if negatives is not None and negatives.shape[1]:
-        with without_autocast(x):
-            more = torch.bmm(widened(negatives, normalize), (x * scale).unsqueeze(2)).squeeze(2)
-        more = more if out is None else more.masked_fill(out, least(more))
-    return batch.mean(_terms(logits, pos, more, decoupled))
+    more, shared = None, None
+    if negatives is not None and negatives.shape[-2]:
+        further = widened(negatives, normalize)
+        if negatives.ndim == 2:
+            shared = Logits(batch, x, Marks(exclude=out), further, Marks(), scale)
+        else:
+            with without_autocast(x):
+                more = torch.bmm(further, (x * scale).unsqueeze(2)).squeeze(2)
+            more = more if out is None else more.masked_fill(out, least(more))
+    return batch.mean(_terms(logits, pos, decoupled, more, shared))
 
 
 def nt_xent_loss(
@@ -196,25 +201,36 @@ def _of_views(batch: Batch, views: Tensor, scale: Number, decoupled: bool = Fals
         cols = cols._replace(labels=_apart(cols.labels, of_all))
     logits = Logits(batch, own.flatten(0, 1), rows, every.flatten(0, 1), cols, scale)
     pos = logits.of_pairs(own.flip(1).flatten(0, 1)) if rows.labels is None else None
-    return batch.mean(_terms(logits, pos, None, decoupled), each)
+    return batch.mean(_terms(logits, pos, decoupled), each)
 
 
 # ── the terms of this rank's rows ────────────────────────────────────────────────────────────────────────
 
 
-def _terms(logits: Logits, pos: Tensor | None, more: Tensor | None, decoupled: bool) -> Tensor:
+def _terms(
+    logits: Logits, pos: Tensor | None, decoupled: bool, more: Tensor | None = None, shared: Logits | None = None
+) -> Tensor:
     """Return −log softmax of each row, averaged over its positives; 0 for a row without one.
 
     `pos` is the logit of each row's only positive, and `rows.own` are the columns that are no negatives; without it
-    labels say which are positives, and `rows.own` is the row itself. `more` are logits of each row's own negatives.
+    labels say which are positives, and `rows.own` is the row itself. `more` are logits of each row's own negatives,
+    `shared` those of columns that are negatives of all rows.
     """
     sum_exp = partial(logsumexp, dim=1, in_place=logits.in_place)
+    fields = len(Marks._fields)
 
-    def one(q: Tensor, *marks: Tensor | None) -> tuple[Tensor]:
-        return (sum_exp(logits.of_negatives(q, Marks(*marks))),)
+    def joined(neg: Tensor, further: Tensor) -> Tensor:
+        return torch.stack([neg, sum_exp(further)]).logsumexp(0)
 
-    def several(q: Tensor, *marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        s, rows = logits(q), Marks(*marks)
+    def block(q: Tensor, *marks: Tensor | None) -> tuple[Tensor, ...]:
+        rows = Marks(*marks[:fields])
+        neg, *of_positives = several(q, rows) if pos is None else (sum_exp(logits.of_negatives(q, rows)),)
+        if shared is not None:
+            neg = joined(neg, shared.of_negatives(q, Marks(*marks[fields:])))
+        return neg, *of_positives
+
+    def several(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        s = logits(q)
         assert rows.labels is not None and logits.marks.labels is not None
         positive, out = rows.labels.unsqueeze(1) == logits.marks.labels, logits.left_out(rows)
         neg = sum_exp(s.masked_fill(positive if out is None else positive | out, least(s)))
@@ -223,10 +239,10 @@ def _terms(logits: Logits, pos: Tensor | None, more: Tensor | None, decoupled: b
         among = sum_exp(s.masked_fill(~positive, least(s)))
         return neg, among, s.masked_fill(~positive, 0).sum(1), positive.sum(1)
 
-    block = several if pos is None else one
-    neg, *of_positives = in_chunks(block, logits.chunk_size, logits.q, *logits.rows)
+    of_rows = logits.rows if shared is None else logits.rows + shared.rows
+    neg, *of_positives = in_chunks(block, logits.chunk_size, logits.q, *of_rows)
     if more is not None:
-        neg = torch.stack([neg, sum_exp(more)]).logsumexp(0)
+        neg = joined(neg, more)
     if pos is not None:
         return _decoupled(neg, pos) if decoupled else softplus(neg - pos)
     among, total, count = of_positives

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diffcoll import all_reduce, sum_gradients
+from diffcoll import all_reduce, gather_batch, sum_gradients
 from diffcoll.nn import functional
 from diffcoll.testing import assert_matches_single_process, simulate
 
@@ -72,6 +72,12 @@ def hard(x, y):
 def info_nce_of_hard_negatives(x, y, *scale, exclude=None, **marks):
     q, k, n = (F.normalize(z, dim=-1) for z in (x, y, hard(x, y)))
     return info_nce(q, k, *scale, more=(q[:, None] * n).sum(2), exclude=exclude, **marks)
+
+
+def info_nce_of_shared_negatives(x, y, *scale, **marks):
+    """He et al. 2020, equation 1, with the keys of the batch, too."""
+    q, k, n = (F.normalize(z, dim=-1) for z in (x, y, hard(x, y).flatten(0, 1)))
+    return info_nce(q, k, *scale, more=q @ n.T, **marks)
 
 
 def passages(x, y):
@@ -238,6 +244,10 @@ def ours_of_hard_negatives(x, y, **options):
     return functional.info_nce_loss(x, y, hard(x, y), **options)
 
 
+def ours_of_shared_negatives(x, y, **options):
+    return functional.info_nce_loss(x, y, gather_batch(hard(x, y).flatten(0, 1)).tree, **options)
+
+
 def ours_of_passages(x, y, *, exclude=None, **options):
     exclude = None if exclude is None else exclude.repeat_interleave(2, 1)
     return functional.info_nce_loss(x, passages(x, y), exclude=exclude, **options)
@@ -249,9 +259,12 @@ CONTRASTIVE = {
     "clip": Contrastive(lambda x, y, s, b, **o: functional.clip_loss(x, y, s, **o), clip, PAIRS, normalize=False),
     "siglip": Contrastive(functional.siglip_loss, siglip, PAIRS, normalize=False),
     "info_nce": Contrastive(tempered(functional.info_nce_loss), info_nce, PAIRS + LABELLED),
-    # the `terms` of these two normalize negatives and passages too
+    # the `terms` of these normalize negatives and passages too
     "info_nce_of_hard_negatives": Contrastive(
         tempered(ours_of_hard_negatives), info_nce_of_hard_negatives, PAIRS + LABELLED, normalize=False
+    ),
+    "info_nce_of_shared_negatives": Contrastive(
+        tempered(ours_of_shared_negatives), info_nce_of_shared_negatives, PAIRS[::3] + LABELLED[2:], normalize=False
     ),
     "info_nce_of_passages": Contrastive(
         tempered(ours_of_passages), info_nce_of_passages, PAIRS + LABELLED, normalize=False

@@ -12,21 +12,36 @@ from references import (
     ROWS,
     batch,
     data,
+    decoupled,
     hard,
     holds,
     info_nce,
     pair,
     parameters_of,
     program,
+    softmax,
     views,
 )
 from runs import gloo, profiled, rules
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffcoll.nn.contrastive import _Product
 from diffcoll.nn.functional import clip_loss, info_nce_loss, nt_xent_loss
 
 each_row = pytest.mark.parametrize(("kind", "marks"), ROWS, ids=[" ".join([kind, *marks]) for kind, marks in ROWS])
 in_chunks = pytest.mark.parametrize("options", [{}, {"chunk_size": 3}], ids=str)
+
+
+class Largest(TorchDispatchMode):
+    """Records the size of the largest result of an operation."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.numel = max(self.numel, found.numel())
+        return found
 
 
 # ── the references are published code ────────────────────────────────────────────────────────────────────
@@ -247,6 +262,34 @@ def test_pairs_to_leave_out_of_own_negatives():
             found = rules(loss, *parts, *([mark] * 3 for mark in each))
             assert found == [pytest.approx(right, rel=1e-12)] * 3
     assert clip_loss(x, y, 3.0, exclude=torch.ones(8, 8, dtype=torch.bool)) == 0  # of each row its positive is left
+
+
+@in_chunks
+@pytest.mark.parametrize("decouple", [False, True])
+def test_negatives_of_all_queries_of_a_rank(options, decouple):
+    """They are no other rank's; of different numbers, some left out; no tensor has b · K rows, nor b · K · D numbers."""
+    x, y, *_ = batch(8)
+    sizes, numbers = (3, 0, 4, 1), (20, 3, 0, 2)
+    pools, masks = zip(
+        *((data(k, 6, seed=k), data(b, k) > 0.4) for b, k in zip(sizes, numbers, strict=True)), strict=True
+    )
+
+    def loss(x, y, pool, out):
+        with Largest() as largest:
+            x, pool = x.clone().requires_grad_(), pool.clone().requires_grad_()
+            value = info_nce_loss(x, y, pool, exclude_negatives=out, decoupled=decouple, **options)
+            gradients = torch.autograd.grad(value / 4, (x, pool), materialize_grads=True)
+        assert largest.numel <= max(options.get("chunk_size", len(x)) * len(pool), 8 * 8, 20 * 6)
+        return value.item(), *gradients
+
+    xs, ps = x.clone().requires_grad_(), [pool.clone().requires_grad_() for pool in pools]
+    q, k, terms = F.normalize(xs), F.normalize(y), decoupled if decouple else softmax
+    more = (q @ F.normalize(torch.cat(ps)).T).masked_fill(torch.block_diag(*(~mask for mask in masks)) == 0, -torch.inf)
+    right = info_nce(q, k, 10.0, 0.0, more=more, terms=terms).mean()
+    right.backward()
+    values, of_x, of_pools = zip(*rules(loss, *(t.split(sizes) for t in (x, y)), pools, masks), strict=True)
+    assert values == (pytest.approx(right.item(), rel=1e-12),) * 4
+    torch.testing.assert_close([torch.cat(of_x), *of_pools], [xs.grad, *(pool.grad for pool in ps)])
 
 
 @in_chunks
