@@ -52,15 +52,18 @@ def check_marks(name: str, x: Tensor, **marks: Tensor | None) -> dict[str, Tenso
     return found
 
 
-def check_exclude(name: str, argument: str, mask: Tensor | None, rows: int) -> Tensor | None:
-    """Return the mask, if there is one; raise unless it is a bool matrix with so many rows."""
+def check_exclude(
+    name: str, argument: str, mask: Tensor | None, rows: int, columns: int | None = None
+) -> Tensor | None:
+    """Return the mask, if there is one; raise unless it is a bool matrix with so many rows, and columns if given."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(message(name, argument, got, "a bool tensor"))
-    if mask.ndim != 2 or mask.shape[0] != rows:
-        raise ValueError(message(name, argument, f"shape {tuple(mask.shape)}", f"two dimensions, {rows} rows"))
+    if mask.ndim != 2 or mask.shape[0] != rows or columns not in (None, mask.shape[1]):
+        expected = f"two dimensions, {rows} rows" + ("" if columns is None else f", {columns} columns")
+        raise ValueError(message(name, argument, f"shape {tuple(mask.shape)}", expected))
     return mask
 
 

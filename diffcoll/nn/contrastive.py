@@ -14,6 +14,7 @@ note  notes/training/contrastive.md
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,8 @@ class Batch:
     """The rows of all ranks, which of them are this rank's, and options of the loss `name`.
 
     x are this rank's features that are gathered, (b, …, D), and `marks` its labels and ids, (b,), which are sent in one
-    message. `exclude` has `of_each` columns for each row of all ranks. A second collective of the loss depends on x and
-    `reduced`.
+    message. `exclude` has `of_each` columns for each row of all ranks, and `out`, (b, of_each), is sent: features that
+    all ranks leave out. A second collective of the loss depends on x and `reduced`.
 
     Raises:
         TypeError, ValueError, CollectiveMismatchError: a mark, the chunk size or `exclude` is invalid, or as of
@@ -62,11 +63,12 @@ class Batch:
         exclude: Tensor | None = None,
         of_each: int = 1,
         reduced: Sequence[Number] = (),
+        out: Tensor | None = None,
         **marks: Tensor | None,
     ) -> None:
         self.name, self.normalize, self.group, engine = name, normalize, group, resolve(group, name)
         self.chunk_size = check_chunk_size(name, chunk_size)
-        self.marks = self.all_marks = check_marks(name, x, **marks)
+        self.marks = self.all_marks = check_marks(name, x, **marks) | ({} if out is None else {"out": out})
         self.exclude = check_exclude(name, "exclude", exclude, x.shape[0])
         cores = x.is_cuda and torch.version.hip is None and x.dtype != wider(x.dtype) and not normalize
         #: The dtype whose products run on tensor cores; None: those of the features' own.
@@ -166,6 +168,8 @@ class Marks(NamedTuple):
     ids: Tensor | None = None
     #: Of rows, (b, columns): pairs that are left out unless they are positives.
     exclude: Tensor | None = None
+    #: Of rows, (b, k), those of `own` that are left out; of columns, (columns,), the same of all rows.
+    out: Tensor | None = None
 
 
 def least(s: Tensor) -> float:
@@ -227,8 +231,8 @@ class Logits:
         return self._scaled(q @ self.columns.t())
 
     def of_pairs(self, keys: Tensor) -> Tensor:
-        """Return the logit of each row with its own key. One that overflows is NaN, for a GradScaler to see it."""
-        s = self._scaled((self.q * keys).sum(1))
+        """Return the logits of each row with its own keys, (b, k, D); NaN if one overflows, for a GradScaler to see."""
+        s = self._scaled((self.q.unsqueeze(1) * keys).sum(2))
         return s + 0 * s
 
     def _scaled(self, products: Tensor) -> Tensor:
@@ -245,10 +249,9 @@ class Logits:
 
     def left_out(self, rows: Marks) -> Tensor | None:
         """Return which pairs are left out unless they are positives, if any."""
-        if rows.ids is None or self.marks.ids is None:
-            return rows.exclude
-        same = rows.ids.unsqueeze(1) == self.marks.ids
-        return same if rows.exclude is None else same | rows.exclude
+        same = None if rows.ids is None or self.marks.ids is None else rows.ids.unsqueeze(1) == self.marks.ids
+        masks = [mask for mask in (same, rows.exclude, self.marks.out) if mask is not None]
+        return reduce(torch.logical_or, masks) if masks else None
 
 
 def may_overwrite() -> bool:

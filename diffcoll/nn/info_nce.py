@@ -35,6 +35,7 @@ def info_nce_loss(
     labels: Tensor | None = None,
     ids: Tensor | None = None,
     exclude: Tensor | None = None,
+    exclude_positives: Tensor | None = None,
     exclude_negatives: Tensor | None = None,
     temperature: Tensor | float = 0.1,
     normalize: bool = True,
@@ -64,6 +65,9 @@ def info_nce_loss(
         ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
         exclude: (b, B·P), bool: all ranks' keys, in the order of ranks, that are left out, such as false negatives that
             a guide model has found (GIST). Positives never are.
+        exclude_positives: (b, P), bool: those of `positive` that are left out of all ranks' sums, such as padding where
+            queries have fewer than P; on all ranks or on none. A query without a positive contributes 0 and counts in
+            the mean.
         exclude_negatives: (b, K), bool: those of `negatives` that are left out, such as padding.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
@@ -83,30 +87,30 @@ def info_nce_loss(
     check_rows(name, "positive", positive, query, (2, 3))
     if negatives is not None:
         check_rows(name, "negatives", negatives, query, (2, 3), shared=True)
-    out = check_exclude(name, "exclude_negatives", exclude_negatives, query.shape[0])
-    if out is not None and (negatives is None or out.shape[1] != negatives.shape[-2]):
-        expected = "None without negatives" if negatives is None else f"{negatives.shape[-2]}, as of negatives"
-        raise ValueError(message(name, "exclude_negatives", f"shape {tuple(out.shape)}", expected))
     scale, each = _inverse(name, temperature, query), 1 if positive.ndim == 2 else positive.shape[1]
-    batch = Batch(name, positive, normalize, sizes, group, chunk_size, exclude, each, labels=labels, ids=ids)
+    b, further = len(query), 0 if negatives is None else negatives.shape[-2]
+    padding = check_exclude(name, "exclude_positives", exclude_positives, b, each)
+    out = check_exclude(name, "exclude_negatives", exclude_negatives, b, further)
+    options = normalize, sizes, group, chunk_size, exclude
+    batch = Batch(name, positive, *options, of_each=each, out=padding, labels=labels, ids=ids)
     x, (key, keys) = widened(query, normalize), batch.features(positive)
     rows, cols = Marks(exclude=batch.exclude, **batch.marks), _of_each(each, batch.all_marks)
-    if each > 1 or labels is not None:
+    if labels is None:
+        rows = rows._replace(own=(each * batch.mine).unsqueeze(1) + torch.arange(each, device=x.device))
+    else:
         number = torch.arange(batch.total, device=x.device).repeat_interleave(each)
         rows = rows._replace(labels=_apart(rows.labels, batch.mine))
         cols = cols._replace(labels=_apart(cols.labels, number))
-    else:
-        rows = rows._replace(own=batch.mine.unsqueeze(1))
     logits = Logits(batch, x, rows, keys.flatten(0, -2), cols, scale)
-    pos = logits.of_pairs(key.view(x.shape)) if rows.labels is None else None
+    pos = logits.of_pairs(key.view(len(x), each, x.shape[1])) if labels is None else None
     more, shared = None, None
-    if negatives is not None and negatives.shape[-2]:
-        further = widened(negatives, normalize)
+    if negatives is not None and further:
+        columns = widened(negatives, normalize)
         if negatives.ndim == 2:
-            shared = Logits(batch, x, Marks(exclude=out), further, Marks(), scale)
+            shared = Logits(batch, x, Marks(exclude=out), columns, Marks(), scale)
         else:
             with without_autocast(x):
-                more = torch.bmm(further, (x * scale).unsqueeze(2)).squeeze(2)
+                more = torch.bmm(columns, (x * scale).unsqueeze(2)).squeeze(2)
             more = more if out is None else more.masked_fill(out, least(more))
     return batch.mean(_terms(logits, pos, decoupled, more, shared))
 
@@ -200,7 +204,7 @@ def _of_views(batch: Batch, views: Tensor, scale: Number, decoupled: bool = Fals
         rows = rows._replace(own=numbers.view(-1, 1), labels=_apart(rows.labels, numbers.flatten()))
         cols = cols._replace(labels=_apart(cols.labels, of_all))
     logits = Logits(batch, own.flatten(0, 1), rows, every.flatten(0, 1), cols, scale)
-    pos = logits.of_pairs(own.flip(1).flatten(0, 1)) if rows.labels is None else None
+    pos = logits.of_pairs(own.flip(1).flatten(0, 1).unsqueeze(1)) if rows.labels is None else None
     return batch.mean(_terms(logits, pos, decoupled), each)
 
 
@@ -212,7 +216,7 @@ def _terms(
 ) -> Tensor:
     """Return −log softmax of each row, averaged over its positives; 0 for a row without one.
 
-    `pos` is the logit of each row's only positive, and `rows.own` are the columns that are no negatives; without it
+    `pos` are the logits of each row's positives, (b, k), and `rows.own` the columns that are no negatives; without it
     labels say which are positives, and `rows.own` is the row itself. `more` are logits of each row's own negatives,
     `shared` those of columns that are negatives of all rows.
     """
@@ -224,10 +228,10 @@ def _terms(
 
     def block(q: Tensor, *marks: Tensor | None) -> tuple[Tensor, ...]:
         rows = Marks(*marks[:fields])
-        neg, *of_positives = several(q, rows) if pos is None else (sum_exp(logits.of_negatives(q, rows)),)
+        neg, *sums = several(q, rows) if pos is None else (sum_exp(logits.of_negatives(q, rows)),)
         if shared is not None:
             neg = joined(neg, shared.of_negatives(q, Marks(*marks[fields:])))
-        return neg, *of_positives
+        return neg, *sums
 
     def several(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         s = logits(q)
@@ -236,16 +240,22 @@ def _terms(
         neg = sum_exp(s.masked_fill(positive if out is None else positive | out, least(s)))
         if rows.own is not None:  # a row has its own label, and is none of its positives
             positive = positive & (rows.own != torch.arange(s.shape[1], device=s.device))
-        among = sum_exp(s.masked_fill(~positive, least(s)))
-        return neg, among, s.masked_fill(~positive, 0).sum(1), positive.sum(1)
+        return neg, *of_positives(s, positive, logits.marks.out)
+
+    def of_positives(s: Tensor, positive: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        positive = positive if out is None else positive & ~out
+        return sum_exp(s.masked_fill(~positive, least(s))), s.masked_fill(~positive, 0).sum(1), positive.sum(1)
 
     of_rows = logits.rows if shared is None else logits.rows + shared.rows
-    neg, *of_positives = in_chunks(block, logits.chunk_size, logits.q, *of_rows)
+    neg, *sums = in_chunks(block, logits.chunk_size, logits.q, *of_rows)
     if more is not None:
         neg = joined(neg, more)
     if pos is not None:
-        return _decoupled(neg, pos) if decoupled else softplus(neg - pos)
-    among, total, count = of_positives
+        if pos.shape[1] == 1 and logits.rows.out is None:
+            pos = pos.squeeze(1)
+            return _decoupled(neg, pos) if decoupled else softplus(neg - pos)
+        sums = [*of_positives(pos, torch.ones_like(pos, dtype=torch.bool), logits.rows.out)]
+    among, total, count = sums
     mean = total / count.clamp(min=1)
     if decoupled:
         terms = _decoupled(neg, mean)
@@ -265,8 +275,10 @@ def _apart(labels: Tensor | None, number: Tensor) -> Tensor:
 
 
 def _of_each(n: int, marks: dict[str, Tensor]) -> Marks:
-    """Return the marks of samples for n rows of each."""
-    return Marks(**{key: mark.repeat_interleave(n) for key, mark in marks.items()})
+    """Return the marks of samples for n rows of each; of (samples, n) they are of rows."""
+    return Marks(
+        **{key: mark.repeat_interleave(n) if mark.ndim == 1 else mark.flatten() for key, mark in marks.items()}
+    )
 
 
 def _inverse(name: str, temperature: Number, like: Tensor) -> Number:

@@ -91,6 +91,18 @@ def info_nce_of_passages(x, y, scale, bias, **marks):
     return softmax(scale * q @ p.flatten(0, 1).T, *pairs)
 
 
+def short(x):
+    """Which of the passages of each row are left out: none, the second, or both."""
+    return (x[:, :1] > torch.tensor([0.9, 0.1])).detach()
+
+
+def info_nce_of_fewer_passages(x, y, scale, bias, **marks):
+    q, p = (F.normalize(z, dim=-1) for z in (x, passages(x, y)))
+    positive, excluded = (mask.repeat_interleave(2, 1) for mask in masks(len(x), **marks))
+    out = short(x).flatten()
+    return softmax(scale * q @ p.flatten(0, 1).T, positive & ~out, excluded | out)
+
+
 def views(zs, scale, labels, ids=None, exclude=None, terms=softmax):
     """Of all views of the samples: the mean over the views of each sample."""
     n, z = len(zs), torch.cat(zs)
@@ -253,6 +265,10 @@ def ours_of_passages(x, y, *, exclude=None, **options):
     return functional.info_nce_loss(x, passages(x, y), exclude=exclude, **options)
 
 
+def ours_of_fewer_passages(x, y, **options):
+    return ours_of_passages(x, y, exclude_positives=short(x), **options)
+
+
 PAIRS = ((), ("ids",), ("exclude",), ("ids", "exclude"))
 LABELLED = (("labels",), ("labels", "ids"), ("labels", "ids", "exclude"))
 CONTRASTIVE = {
@@ -268,6 +284,9 @@ CONTRASTIVE = {
     ),
     "info_nce_of_passages": Contrastive(
         tempered(ours_of_passages), info_nce_of_passages, PAIRS + LABELLED, normalize=False
+    ),
+    "info_nce_of_fewer_passages": Contrastive(
+        tempered(ours_of_fewer_passages), info_nce_of_fewer_passages, PAIRS[::3] + LABELLED[2:], normalize=False
     ),
     "nt_xent": Contrastive(tempered(functional.nt_xent_loss), nt_xent, PAIRS),
     "supcon": Contrastive(

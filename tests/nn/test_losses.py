@@ -55,6 +55,8 @@ MISTAKES = [
     ("info_nce_loss: exclude_negatives", ValueError, lambda: f.info_nce_loss(X, X, Y[:, 0], exclude_negatives=BOOL)),
     ("info_nce_loss: exclude_negatives", ValueError, lambda: f.info_nce_loss(X, X, exclude_negatives=BOOL)),
     ("info_nce_loss: exclude_negatives", TypeError, lambda: f.info_nce_loss(X, X, Y[:2], exclude_negatives=BOOL.int())),
+    ("info_nce_loss: exclude_positives", ValueError, lambda: f.info_nce_loss(X, X, exclude_positives=BOOL)),
+    ("info_nce_loss: exclude_positives", TypeError, lambda: f.info_nce_loss(X, Y[:2], exclude_positives=BOOL.int())),
     ("info_nce_loss: labels", ValueError, lambda: f.info_nce_loss(X, X, labels=IDS)),
     ("info_nce_loss: temperature", ValueError, lambda: f.info_nce_loss(X, X, temperature=0)),
     ("nt_xent_loss: out1", ValueError, lambda: f.nt_xent_loss(Y[:, 0], Y[1:, 0])),
