@@ -170,6 +170,8 @@ class Marks(NamedTuple):
     exclude: Tensor | None = None
     #: Of rows, (b, k), those of `own` that are left out; of columns, (columns,), the same of all rows.
     out: Tensor | None = None
+    #: Of rows, (b, 1): pairs of larger logits are left out unless they are positives.
+    limit: Tensor | None = None
 
 
 def least(s: Tensor) -> float:
@@ -243,14 +245,15 @@ class Logits:
     def of_negatives(self, q: Tensor, rows: Marks) -> Tensor:
         """Return logits, `least` for what is no negative; its gradient is 0 without a rule, since its softmax is."""
         s = self(q)
-        for others in (rows.own, self.left_out(rows)):
+        for others in (rows.own, self.left_out(s, rows)):
             s = s if others is None else overwritten(s, others, least(s), self.in_place)
         return s
 
-    def left_out(self, rows: Marks) -> Tensor | None:
-        """Return which pairs are left out unless they are positives, if any."""
+    def left_out(self, s: Tensor, rows: Marks) -> Tensor | None:
+        """Return which pairs, of logits s, are left out unless they are positives, if any."""
+        near = None if rows.limit is None else s > rows.limit
         same = None if rows.ids is None or self.marks.ids is None else rows.ids.unsqueeze(1) == self.marks.ids
-        masks = [mask for mask in (same, rows.exclude, self.marks.out) if mask is not None]
+        masks = [mask for mask in (same, rows.exclude, self.marks.out, near) if mask is not None]
         return reduce(torch.logical_or, masks) if masks else None
 
 

@@ -37,6 +37,7 @@ def info_nce_loss(
     exclude: Tensor | None = None,
     exclude_positives: Tensor | None = None,
     exclude_negatives: Tensor | None = None,
+    false_negative_margin: float | None = None,
     temperature: Tensor | float = 0.1,
     normalize: bool = True,
     decoupled: bool = False,
@@ -69,6 +70,9 @@ def info_nce_loss(
             queries have fewer than P; on all ranks or on none. A query without a positive contributes 0 and counts in
             the mean.
         exclude_negatives: (b, K), bool: those of `negatives` that are left out, such as padding.
+        false_negative_margin: leave out the negatives, of all kinds, whose product with a query, before the division by
+            the temperature, is above that of its own key plus this number, which may be negative: they are probably
+            positives. Of several own keys the product is the largest. None: leave out none.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         decoupled: leave a query's positives out of its denominator, which has its negatives alone (Yeh et al. 2022); a
@@ -88,6 +92,9 @@ def info_nce_loss(
     if negatives is not None:
         check_rows(name, "negatives", negatives, query, (2, 3), shared=True)
     scale, each = _inverse(name, temperature, query), 1 if positive.ndim == 2 else positive.shape[1]
+    margin = false_negative_margin
+    if margin is not None:
+        scalar(name, "false_negative_margin", margin, query)
     b, further = len(query), 0 if negatives is None else negatives.shape[-2]
     padding = check_exclude(name, "exclude_positives", exclude_positives, b, each)
     out = check_exclude(name, "exclude_negatives", exclude_negatives, b, further)
@@ -102,17 +109,24 @@ def info_nce_loss(
         rows = rows._replace(labels=_apart(rows.labels, batch.mine))
         cols = cols._replace(labels=_apart(cols.labels, number))
     logits = Logits(batch, x, rows, keys.flatten(0, -2), cols, scale)
-    pos = logits.of_pairs(key.view(len(x), each, x.shape[1])) if labels is None else None
-    more, shared = None, None
+    pos, more, shared, limit = None, None, None, None
+    if labels is None or margin is not None:
+        pos = logits.of_pairs(key.view(len(x), each, x.shape[1]))
+    if pos is not None and margin is not None:
+        own = pos.detach() if padding is None else pos.detach().masked_fill(padding, -torch.inf)
+        limit = own.amax(1, keepdim=True) + margin * scale
+        limit = limit.masked_fill(limit == -torch.inf, torch.inf)
+        logits.rows = rows._replace(limit=limit)
     if negatives is not None and further:
         columns = widened(negatives, normalize)
         if negatives.ndim == 2:
-            shared = Logits(batch, x, Marks(exclude=out), columns, Marks(), scale)
+            shared = Logits(batch, x, Marks(exclude=out, limit=limit), columns, Marks(), scale)
         else:
             with without_autocast(x):
                 more = torch.bmm(columns, (x * scale).unsqueeze(2)).squeeze(2)
             more = more if out is None else more.masked_fill(out, least(more))
-    return batch.mean(_terms(logits, pos, decoupled, more, shared))
+            more = more if limit is None else more.masked_fill(more > limit, least(more))
+    return batch.mean(_terms(logits, pos if labels is None else None, decoupled, more, shared))
 
 
 def nt_xent_loss(
@@ -236,7 +250,7 @@ def _terms(
     def several(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         s = logits(q)
         assert rows.labels is not None and logits.marks.labels is not None
-        positive, out = rows.labels.unsqueeze(1) == logits.marks.labels, logits.left_out(rows)
+        positive, out = rows.labels.unsqueeze(1) == logits.marks.labels, logits.left_out(s, rows)
         neg = sum_exp(s.masked_fill(positive if out is None else positive | out, least(s)))
         if rows.own is not None:  # a row has its own label, and is none of its positives
             positive = positive & (rows.own != torch.arange(s.shape[1], device=s.device))

@@ -117,6 +117,7 @@ class InfoNCELoss(LossModule, function=functional.info_nce_loss):
         self,
         temperature: Tensor | float = 0.1,
         *,
+        false_negative_margin: float | None = None,
         normalize: bool = True,
         decoupled: bool = False,
         chunk_size: int | None = None,

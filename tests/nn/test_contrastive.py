@@ -1,6 +1,7 @@
 """Contrastive losses of the batch of all ranks: value, gradients and second order are those of one process."""
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from references import (
     hard,
     holds,
     info_nce,
+    masks,
     pair,
     parameters_of,
     program,
@@ -262,6 +264,55 @@ def test_pairs_to_leave_out_of_own_negatives():
             found = rules(loss, *parts, *([mark] * 3 for mark in each))
             assert found == [pytest.approx(right, rel=1e-12)] * 3
     assert clip_loss(x, y, 3.0, exclude=torch.ones(8, 8, dtype=torch.bool)) == 0  # of each row its positive is left
+
+
+def info_nce_without_false_negatives(x, y, scale, margin, own, labels=None, **marks):
+    """Zhang et al. 2025 (Qwen3 Embedding), equation 2: a cosine above that of the own key by a margin is none."""
+    q, k, n = (F.normalize(z, dim=-1) for z in (x, y, hard(x, y)))
+    more = (q[:, None] * n).sum(2) if own else q @ n.flatten(0, 1).T
+    cosines = torch.cat([q @ k.T, more], 1)
+    positive, excluded = (
+        torch.cat([mask, torch.zeros_like(more).bool()], 1) for mask in masks(len(x), labels, **marks)
+    )
+    near = cosines > cosines.diagonal()[:, None] + margin
+    assert near.any() and not near.all()
+    return softmax(scale * cosines, positive, excluded | near & ~positive).mean()
+
+
+@in_chunks
+@pytest.mark.parametrize(
+    ("negatives", "marks"), [("hard", ("ids",)), ("shared", ()), ("shared", ("labels", "exclude"))]
+)
+def test_false_negatives_by_a_margin(negatives, marks, options):
+    """Compared before the temperature, which is trained; of several passages the nearest counts."""
+    module = parameters_of("info_nce")
+    loss = CONTRASTIVE[f"info_nce_of_{negatives}_negatives"].ours
+    for margin in (0.1, -0.2):
+        more = {"false_negative_margin": margin, **options}
+        right = partial(info_nce_without_false_negatives, margin=margin, own=negatives == "hard")
+        holds(
+            program(loss, marks, module, **more),
+            program(lambda x, y, scale, bias, right=right, **chosen: right(x, y, scale, **chosen), marks, module),
+            module=module,
+            sizes=[(8,), (5, 0, 3)],
+        )
+
+
+def test_the_margin_of_several_keys():
+    """It is of the nearest that is not left out; a query without any, whose label has others, keeps its negatives."""
+    x, y, labels, *_ = batch(8)
+    keys = torch.stack([x + y, y, x], 1)
+    near = torch.tensor([False, False, True]).repeat(8, 1)
+    found, right = (
+        info_nce_loss(x, k, exclude_positives=m, false_negative_margin=0.0)
+        for k, m in ((keys, near), (keys[:, :2], None))
+    )
+    torch.testing.assert_close(found, right)
+    out = torch.arange(8)[:, None] < 1
+    none, all_ = (
+        info_nce_loss(x, y[:, None], labels=labels, exclude_positives=out, false_negative_margin=m) for m in (None, 9.0)
+    )
+    assert none == all_
 
 
 @in_chunks
