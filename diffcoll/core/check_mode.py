@@ -219,7 +219,12 @@ def _compare_blocks(f: AllToAll, control: Control, text: Callable[[], str]) -> N
 
 
 @unobserved()
-def same_everywhere(engine: Engine, x: Tensor, text: Callable[[], str]) -> None:
+def same_everywhere(
+    engine: Engine,
+    x: Tensor,
+    text: Callable[[], str],
+    remedy: str = 'pass grad_placement="partial" if each rank has its own loss',
+) -> None:
     """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
     row = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     xs = Control(engine).gather(row, [x.numel()] * engine.size)
@@ -230,6 +235,5 @@ def same_everywhere(engine: Engine, x: Tensor, text: Callable[[], str]) -> None:
         same = torch.allclose(other, wide[0], rtol=tolerance, atol=tolerance, equal_nan=True)
         if not (same if tolerance else torch.equal(xs[r], xs[0])):
             raise CollectiveMismatchError(
-                f"{text()}: declared replicated, but it differs between rank 0 and rank {r}; "
-                'pass grad_placement="partial" if each rank has its own loss'
+                f"{text()}: declared replicated, but it differs between rank 0 and rank {r}; {remedy}"
             )

@@ -167,13 +167,11 @@ def koleo(x, eps=1e-8, normalize=True):
     return loss / len(x)
 
 
-def sigreg(z, seed, num_slices=256, num_points=17, t_max=3.0):
+def sigreg(z, directions, num_points=17, t_max=3.0):
     """Balestriero and LeCun 2025, section 4, direction by direction; t from −t_max to t_max."""
-    generator = torch.Generator().manual_seed(seed)
-    a = torch.randn(z.shape[1], num_slices, generator=generator, dtype=torch.float32).to(z.dtype)
     t = torch.linspace(-t_max, t_max, 2 * num_points - 1, dtype=z.dtype)
     gaussian, statistics = torch.exp(-(t**2) / 2), []
-    for direction in F.normalize(a, dim=0).T:
+    for direction in F.normalize(directions.to(z.dtype), dim=0).T:
         angles = t * (z @ direction)[:, None]
         distance = (angles.cos().mean(0) - gaussian) ** 2 + angles.sin().mean(0) ** 2
         statistics.append(len(z) * torch.trapezoid(distance * gaussian, t))
@@ -361,6 +359,10 @@ def of_products(ours, whole, **options):
     return of_views(of(ours), of(whole))
 
 
+def directions(features, many=4):
+    return (1.7 * torch.arange(features * many)).view(features, many).sin()
+
+
 def hidden(total):
     """States of four tokens, which depend on the rows of all ranks."""
     return (1.3 * torch.arange(4 * total.shape[0], dtype=torch.double)).view(4, -1).sin() + total.cos()
@@ -379,7 +381,9 @@ LOSSES = {
     "barlow twins": of_views(functional.barlow_twins_loss, barlow_twins, lambda_param=0.3),
     "vicreg": of_views(functional.vicreg_loss, vicreg),
     "koleo": of_products(functional.koleo_loss, koleo, normalize=False),
-    "sigreg": of_products(functional.sigreg_loss, sigreg, seed=3, num_slices=4),
+    "sigreg": of_products(
+        lambda z: functional.sigreg_loss(z, directions(z.shape[1])), lambda z: sigreg(z, directions(z.shape[1]))
+    ),
     "vocabulary": Loss(
         vocabulary,
         lambda x, y, labels: vocabulary_cross_entropy(hidden((x * y).sum(0)), x, TARGET, y[:, 0], **SMOOTHED),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from references import CONTRASTIVE
+from references import CONTRASTIVE, data
 
 import diffcoll as dc
 from diffcoll.nn import functional
@@ -39,7 +39,9 @@ OTHERS = {
     "barlow twins": lambda x, y, n: functional.barlow_twins_loss(x, y),
     "vicreg": lambda x, y, n: functional.vicreg_loss(x, y),
     "koleo": lambda x, y, n: functional.koleo_loss(x) + functional.koleo_loss(y),
-    "sigreg": lambda x, y, n: functional.sigreg_loss(x, seed=0) + functional.sigreg_loss(5 * y, seed=1),
+    "sigreg": lambda x, y, n: (
+        functional.sigreg_loss(x, data(24, 256)) + functional.sigreg_loss(5 * y, data(24, 256, seed=1))
+    ),
 }
 WAYS = [{}, {"chunk_size": 4}]
 #: Noise between the features of a pair, from equal to independent, and whether pairs are wrong.
