@@ -27,7 +27,7 @@ from diffcoll.core.torch_private.tracing import is_known
 from diffcoll.core.torch_private.transforms import without_transforms
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import check_rows, in_full_precision, without_autocast
-from diffcoll.nn.contrastive import Batch, least
+from diffcoll.nn.contrastive import Batch, Logits, Marks, least
 from diffcoll.nn.whole import of_sums
 
 
@@ -170,9 +170,11 @@ def koleo_loss(
     own, every = batch.features(x)
     if is_known(every.shape[0] == 0):
         return batch.mean(own)
+    products = Logits(batch, own, Marks(), every, Marks(), 1.0)
+    own, every = products.normalized(own), products.columns
     with torch.no_grad(), without_autocast(x):
         # |x − y|² = |x|² + 2 (|y|²/2 − x·y): the first term is the same for all y.
-        closeness = own @ every.t() - every.square().sum(1) / 2
+        closeness = products(products.q) - every.square().sum(1) / 2
         nearest = closeness.scatter(1, batch.mine.unsqueeze(1), least(closeness)).argmax(1)
     distances = (own - every[nearest] + eps).square().sum(1).sqrt()
     return batch.mean(-(distances + eps).log())

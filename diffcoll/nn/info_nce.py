@@ -100,7 +100,7 @@ def info_nce_loss(
     out = check_exclude(name, "exclude_negatives", exclude_negatives, b, further)
     options = normalize, sizes, group, chunk_size, exclude
     batch = Batch(name, positive, *options, of_each=each, out=padding, labels=labels, ids=ids)
-    x, (key, keys) = widened(query, normalize), batch.features(positive)
+    x, (key, keys) = widened(query, batch.normalize), batch.features(positive)
     rows, cols = Marks(exclude=batch.exclude, **batch.marks), _of_each(each, batch.all_marks)
     if labels is None:
         rows = rows._replace(own=(each * batch.mine).unsqueeze(1) + torch.arange(each, device=x.device))
@@ -118,12 +118,13 @@ def info_nce_loss(
         limit = limit.masked_fill(limit == -torch.inf, torch.inf)
         logits.rows = rows._replace(limit=limit)
     if negatives is not None and further:
-        columns = widened(negatives, normalize)
+        columns = widened(negatives, batch.normalize)
         if negatives.ndim == 2:
             shared = Logits(batch, x, Marks(exclude=out, limit=limit), columns, Marks(), scale)
         else:
             with without_autocast(x):
-                more = torch.bmm(columns, (x * scale).unsqueeze(2)).squeeze(2)
+                q = logits.normalized(x) * scale
+                more = torch.bmm(logits.normalized(columns), q.unsqueeze(2)).squeeze(2)
             more = more if out is None else more.masked_fill(out, least(more))
             more = more if limit is None else more.masked_fill(more > limit, least(more))
     return batch.mean(_terms(logits, pos if labels is None else None, decoupled, more, shared))

@@ -27,7 +27,6 @@ from references import (
 from runs import gloo, profiled, rules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffcoll.nn.contrastive import _Product
 from diffcoll.nn.functional import clip_loss, info_nce_loss, nt_xent_loss
 
 each_row = pytest.mark.parametrize(("kind", "marks"), ROWS, ids=[" ".join([kind, *marks]) for kind, marks in ROWS])
@@ -153,23 +152,6 @@ def test_autocast_does_not_reach_the_logits(options):
             loss = clip_loss(x, y, 100.0, normalize=True, **options)
         found.append([loss, *torch.autograd.grad(loss, (x, y))])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize(("half", "near"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-def test_products_of_half_precision_on_tensor_cores(half, near):
-    """Their rule, with the CPU's product: the gradients of the float32 product, rounded; exact where a graph is wanted."""
-    g = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(rows, 8, generator=g).to(half).float().requires_grad_() for rows in (5, 7))
-    w = 1e-6 * torch.randn(5, 7, generator=g)  # which float16 does not hold
-    found, right = products = _Product.apply(x, y, half), x @ y.T
-    torch.testing.assert_close(found, right)
-    for a, b in zip(*(torch.autograd.grad((w * s).sum(), (x, y), retain_graph=True) for s in products), strict=True):
-        assert (a - b).norm() < near * b.norm()
-    second = []
-    for s in products:
-        gx, gy = torch.autograd.grad(s.sin().sum(), (x, y), create_graph=True)
-        second.append(torch.autograd.grad(gx.square().sum() + gy.sin().sum(), (x, y), create_graph=True))
-    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
 
 
 def test_a_large_loss_keeps_the_digits_of_float64():
