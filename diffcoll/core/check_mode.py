@@ -225,7 +225,12 @@ def _compare_blocks(f: AllToAll, control: Control, text: Callable[[], str]) -> N
 
 
 @unobserved()
-def same_everywhere(engine: Engine, x: Tensor, text: Callable[[], str], remedy: str) -> None:
+def same_everywhere(
+    engine: Engine,
+    x: Tensor,
+    text: Callable[[], str],
+    remedy: str = 'pass grad_placement="partial" if each rank has its own loss',
+) -> None:
     """Raise on all ranks if x, which is declared replicated, differs between ranks by more than rounding."""
     row = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     xs = Control(engine).gather(row, [x.numel()] * engine.size)

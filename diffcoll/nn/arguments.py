@@ -19,11 +19,17 @@ Number = Tensor | float
 _SHAPES = {2: "(b, D)", 3: "(b, n, D)"}
 
 
-def check_rows(name: str, argument: str, x: Tensor, like: Tensor | None = None, dims: tuple[int, ...] = (2,)) -> None:
-    """Raise unless x is floating-point, with b rows and D features; with `like`, of its b, D and dtype."""
+def check_rows(
+    name: str, argument: str, x: Tensor, like: Tensor | None = None, dims: tuple[int, ...] = (2,), shared: bool = False
+) -> None:
+    """Raise unless x is floating-point, with b rows and D features; with `like`, of its b, D and dtype.
+
+    With `shared`, two dimensions are (K, D), of any number of rows.
+    """
     expect.floating(name, argument, x, f"pass {argument}.float()")
     like = x if like is None else like
-    if x.ndim not in dims or x.shape[0] != like.shape[0] or x.shape[-1] != like.shape[-1]:
+    rows = x.shape[:1] if shared and x.ndim == 2 else like.shape[:1]
+    if x.ndim not in dims or x.shape[:1] != rows or x.shape[-1] != like.shape[-1]:
         expected = f"{' or '.join(_SHAPES[n] for n in dims)}, with the b and D of the first argument"
         raise ValueError(message(name, argument, f"shape {tuple(x.shape)}", expected))
     if x.dtype != like.dtype:
@@ -46,15 +52,18 @@ def check_marks(name: str, x: Tensor, **marks: Tensor | None) -> dict[str, Tenso
     return found
 
 
-def check_exclude(name: str, argument: str, mask: Tensor | None, rows: int) -> Tensor | None:
-    """Return the mask, if there is one; raise unless it is a bool matrix with so many rows."""
+def check_exclude(
+    name: str, argument: str, mask: Tensor | None, rows: int, columns: int | None = None
+) -> Tensor | None:
+    """Return the mask, if there is one; raise unless it is a bool matrix with so many rows, and columns if given."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(message(name, argument, got, "a bool tensor"))
-    if mask.ndim != 2 or mask.shape[0] != rows:
-        raise ValueError(message(name, argument, f"shape {tuple(mask.shape)}", f"two dimensions, {rows} rows"))
+    if mask.ndim != 2 or mask.shape[0] != rows or columns not in (None, mask.shape[1]):
+        expected = f"two dimensions, {rows} rows" + ("" if columns is None else f", {columns} columns")
+        raise ValueError(message(name, argument, f"shape {tuple(mask.shape)}", expected))
     return mask
 
 

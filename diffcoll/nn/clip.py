@@ -140,4 +140,4 @@ def _pairs(
     x, (own, every) = widened(images, batch.normalize), batch.features(texts)
     rows = Marks(batch.mine.unsqueeze(1), exclude=batch.exclude, **batch.marks)
     logits = Logits(batch, x, rows, every, Marks(**batch.all_marks), scale, bias)
-    return logits, logits.of_pairs(own)
+    return logits, logits.of_pairs(own.unsqueeze(1)).squeeze(1)

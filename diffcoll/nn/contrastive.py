@@ -14,6 +14,7 @@ note  notes/training/contrastive.md
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from diffcoll.core.errors import CollectiveMismatchError, message
 from diffcoll.core.exchange import agree_on_gradients, exchanged, gradients_needed, lengths_of
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import is_known, is_observed
-from diffcoll.core.torch_private.transforms import carries_tangents, is_eager, is_within_transform
+from diffcoll.core.torch_private.transforms import carries_tangents, is_batched_by_autograd, is_within_transform
 from diffcoll.engines.engine import Engine
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import Number, check_chunk_size, check_columns, check_exclude, check_marks, without_autocast
@@ -43,8 +44,8 @@ class Batch:
     """The rows of all ranks, which of them are this rank's, and options of the loss `name`.
 
     x are this rank's features that are gathered, (b, …, D), and `marks` its labels and ids, (b,), which are sent in one
-    message. `exclude` has `of_each` columns for each row of all ranks. A second collective of the loss depends on x and
-    `reduced`.
+    message. `exclude` has `of_each` columns for each row of all ranks, and `out`, (b, of_each), is sent: features that
+    all ranks leave out. A second collective of the loss depends on x and `reduced`.
 
     Raises:
         TypeError, ValueError, CollectiveMismatchError: a mark, the chunk size or `exclude` is invalid, or as of
@@ -62,15 +63,17 @@ class Batch:
         exclude: Tensor | None = None,
         of_each: int = 1,
         reduced: Sequence[Number] = (),
+        out: Tensor | None = None,
         **marks: Tensor | None,
     ) -> None:
-        self.name, self.normalize, self.group, engine = name, normalize, group, resolve(group, name)
+        self.name, self.group, engine = name, group, resolve(group, name)
         self.chunk_size = check_chunk_size(name, chunk_size)
-        self.marks = self.all_marks = check_marks(name, x, **marks)
+        self.marks = self.all_marks = check_marks(name, x, **marks) | ({} if out is None else {"out": out})
         self.exclude = check_exclude(name, "exclude", exclude, x.shape[0])
-        cores = x.is_cuda and torch.version.hip is None and x.dtype != wider(x.dtype) and not normalize
         #: The dtype whose products run on tensor cores; None: those of the features' own.
-        self.half = x.dtype if cores else None
+        self.half = tensor_cores(x)
+        #: Whether `features` are normalized, or left to `Logits`: tensor cores multiply them as they are.
+        self.normalize, self.late = normalize and self.half is None, normalize and self.half is not None
         self.sizes = sizes_of_ranks(name, engine, x, sizes, [[x], [x, *reduced]], self.exclude, of_each)
         self.total = sum(self.sizes)
         #: The number of each of this rank's rows among all rows. A slice of all numbers has no size in a graph.
@@ -79,7 +82,7 @@ class Batch:
             self.all_marks = all_gather(self.marks, sizes=self.sizes, group=group)
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's and all ranks' features in float32 or float64, normalized if asked for.
+        """Return this rank's and all ranks' features in float32 or float64, normalized unless `late`.
 
         Half-precision features are sent as they are: normalized ones would be rounded once more. Parts of their
         gradient are added in float32, and rounded once.
@@ -166,6 +169,10 @@ class Marks(NamedTuple):
     ids: Tensor | None = None
     #: Of rows, (b, columns): pairs that are left out unless they are positives.
     exclude: Tensor | None = None
+    #: Of rows, (b, k), those of `own` that are left out; of columns, (columns,), the same of all rows.
+    out: Tensor | None = None
+    #: Of rows, (b, 1): pairs of larger logits are left out unless they are positives.
+    limit: Tensor | None = None
 
 
 def least(s: Tensor) -> float:
@@ -173,30 +180,72 @@ def least(s: Tensor) -> float:
     return torch.finfo(s.dtype).min / 4
 
 
+def tensor_cores(x: Tensor) -> torch.dtype | None:
+    """Return the half dtype of x if tensor cores multiply it and add up in float32, else None."""
+    return x.dtype if x.is_cuda and torch.version.hip is None and x.dtype != wider(x.dtype) else None
+
+
+class Halves(NamedTuple):
+    """Rows in a half dtype, and a factor of each, (rows, 1) or (1, 1), that makes them rows of a float32 product."""
+
+    rows: Tensor
+    factor: Tensor
+
+
+def halves(x: Tensor, half: torch.dtype | None, normalize: bool = False) -> Halves | None:
+    """Return rows, which the half dtype holds, as they are, or what makes them normalized; without a dtype None.
+
+    Then the rows are divided by powers of two, so that factors are from 1 to 2 and float16 holds the gradients.
+    """
+    if half is None:
+        return None
+    x = x.detach()
+    if not normalize:
+        return Halves(x.to(half), x.new_ones(1, 1))
+    mantissa, exponent = torch.frexp(x.square().sum(-1, keepdim=True).clamp(1e-24).sqrt())
+    return Halves(torch.ldexp(x, -exponent).to(half), 1 / mantissa)
+
+
 class _Product(Function):
-    """x yᵀ of float32 tensors whose values a half dtype holds, on tensor cores, which add up in float32."""
+    """x yᵀ of float32 tensors on tensor cores, which add up in float32: x = a · ka and y = b · kb are `Halves`.
+
+    A gradient is multiplied as the sum of two halves: with 16 bits in bfloat16, 22 in float16.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, half: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, y)
-        ctx.half = half
-        return half_product(x.to(half), y.to(half).t())
+    def forward(ctx: Any, x: Tensor, y: Tensor, a: Tensor, ka: Tensor, b: Tensor, kb: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y, a, ka, b, kb)
+        s, factor = torch.mm(a, b.t(), out_dtype=torch.float32), ka * kb.t()
+        return s.mul_(factor) if may_overwrite() else s * factor
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, y = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return g @ y, g.t() @ x, None
-        largest = torch.linalg.vector_norm(g, float("inf")) if g.numel() else g.new_ones(())
-        scale = largest.clamp(min=torch.finfo(g.dtype).tiny)  # float16 has no small numbers
-        g = torch.div(g, scale, out=torch.empty_like(g, dtype=ctx.half))
-        gx, gy = half_product(g, y.to(ctx.half)), half_product(g.t(), x.to(ctx.half))
-        return gx * largest, gy * largest, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, a, ka, b, kb = ctx.saved_tensors
+        of_x, of_y = ctx.needs_input_grad[:2]
+        differentiated = torch.is_grad_enabled() or is_within_transform()
+        if not torch.compiler.is_compiling() and (differentiated or is_batched_by_autograd(g)):
+            return g @ y if of_x else None, g.t() @ x if of_y else None, None, None, None, None
+        # Of norm 2¹³: float16 has neither large nor small numbers. The norm of less than 1e-19 would be 0.
+        scale = torch.linalg.vector_norm(g).clamp(min=1e-18) / 2**13
+        g = g * (ka * kb.t() / scale)
+        high = g.to(a.dtype)
+        parts = high, g.sub_(high).to(a.dtype)
+
+        def of_parts(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
+            high, low = (torch.mm(part, rows, out_dtype=torch.float32) for part in parts)
+            return high + low
+
+        gx = of_parts(parts, b) * (scale / ka) if of_x else None
+        gy = of_parts([part.t() for part in parts], a) * (scale / kb) if of_y else None
+        return gx, gy, None, None, None, None
 
 
-def half_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product of half-precision tensors in float32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+def product(x: Tensor, y: Tensor, of_x: Halves | None, of_y: Halves | None, bias: Tensor | None = None) -> Tensor:
+    """Return x yᵀ + bias as a new matrix, of halves if there are any; torch.func and forward mode take float32."""
+    if of_x is None or of_y is None or is_within_transform() or carries_tangents():
+        return x @ y.t() if bias is None else bias.addmm(x, y.t())
+    s: Tensor = _Product.apply(x, y, *of_x, *of_y)  # type: ignore[no-untyped-call]
+    return s if bias is None else s + bias
 
 
 class Logits:
@@ -212,23 +261,28 @@ class Logits:
         scale: Number,
         bias: Number | None = None,
     ) -> None:
-        self.half, self.chunk_size = batch.half, batch.chunk_size
+        self.half, self.late, self.chunk_size = batch.half, batch.late, batch.chunk_size
         #: x, scaled; tensor cores need x itself.
         self.q = x if self.half is not None else x * scale
-        self.rows, self.columns, self.marks, self.scale, self.bias = rows, columns, marks, scale, bias
+        self.of_columns = halves(columns, self.half, self.late)
+        self.columns = self.normalized(columns)
+        self.rows, self.marks, self.scale, self.bias = rows, marks, scale, bias
         #: Whether operations write into logits: vmap lacks rules, and a selective checkpoint keeps results. Decided
         #: before a checkpoint repeats them.
         self.in_place = may_overwrite()
 
     def __call__(self, q: Tensor) -> Tensor:
         """Return a new matrix, (rows, columns), that may be overwritten."""
-        if self.half is not None and is_eager(q, self.columns):
-            return self._scaled(_Product.apply(q, self.columns, self.half))  # type: ignore[no-untyped-call]
-        return self._scaled(q @ self.columns.t())
+        of_q = halves(q, self.half, self.late)
+        return self._scaled(product(self.normalized(q), self.columns, of_q, self.of_columns))
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return features that were left to `Logits` to normalize."""
+        return normalized(x) if self.late else x
 
     def of_pairs(self, keys: Tensor) -> Tensor:
-        """Return the logit of each row with its own key. One that overflows is NaN, for a GradScaler to see it."""
-        s = self._scaled((self.q * keys).sum(1))
+        """Return the logits of each row with its own keys, (b, k, D); NaN if one overflows, for a GradScaler to see."""
+        s = self._scaled((self.normalized(self.q).unsqueeze(1) * self.normalized(keys)).sum(2))
         return s + 0 * s
 
     def _scaled(self, products: Tensor) -> Tensor:
@@ -239,16 +293,16 @@ class Logits:
     def of_negatives(self, q: Tensor, rows: Marks) -> Tensor:
         """Return logits, `least` for what is no negative; its gradient is 0 without a rule, since its softmax is."""
         s = self(q)
-        for others in (rows.own, self.left_out(rows)):
+        for others in (rows.own, self.left_out(s, rows)):
             s = s if others is None else overwritten(s, others, least(s), self.in_place)
         return s
 
-    def left_out(self, rows: Marks) -> Tensor | None:
-        """Return which pairs are left out unless they are positives, if any."""
-        if rows.ids is None or self.marks.ids is None:
-            return rows.exclude
-        same = rows.ids.unsqueeze(1) == self.marks.ids
-        return same if rows.exclude is None else same | rows.exclude
+    def left_out(self, s: Tensor, rows: Marks) -> Tensor | None:
+        """Return which pairs, of logits s, are left out unless they are positives, if any."""
+        near = None if rows.limit is None else s > rows.limit
+        same = None if rows.ids is None or self.marks.ids is None else rows.ids.unsqueeze(1) == self.marks.ids
+        masks = [mask for mask in (same, rows.exclude, self.marks.out, near) if mask is not None]
+        return reduce(torch.logical_or, masks) if masks else None
 
 
 def may_overwrite() -> bool:

@@ -23,11 +23,11 @@ from diffcoll.core.arguments import Sizes
 from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message, user_line
 from diffcoll.core.groups import get_world_size, resolve
-from diffcoll.core.torch_private.tracing import is_known, is_traced, unobserved
-from diffcoll.engines.devices import can_pin
+from diffcoll.core.torch_private.tracing import is_known
+from diffcoll.core.torch_private.transforms import without_transforms
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import check_rows, in_full_precision, without_autocast
-from diffcoll.nn.contrastive import Batch, least
+from diffcoll.nn.contrastive import Batch, Logits, Marks, least
 from diffcoll.nn.whole import of_sums
 
 
@@ -170,35 +170,37 @@ def koleo_loss(
     own, every = batch.features(x)
     if is_known(every.shape[0] == 0):
         return batch.mean(own)
+    products = Logits(batch, own, Marks(), every, Marks(), 1.0)
+    own, every = products.normalized(own), products.columns
     with torch.no_grad(), without_autocast(x):
         # |x − y|² = |x|² + 2 (|y|²/2 − x·y): the first term is the same for all y.
-        closeness = own @ every.t() - every.square().sum(1) / 2
+        closeness = products(products.q) - every.square().sum(1) / 2
         nearest = closeness.scatter(1, batch.mine.unsqueeze(1), least(closeness)).argmax(1)
     distances = (own - every[nearest] + eps).square().sum(1).sqrt()
     return batch.mean(-(distances + eps).log())
 
 
 def sigreg_loss(
-    features: Tensor, *, seed: int, num_slices: int = 256, num_points: int = 17, t_max: float = 3.0, group: Group = None
+    features: Tensor, directions: Tensor, *, num_points: int = 17, t_max: float = 3.0, group: Group = None
 ) -> Tensor:
     """SIGReg of the whole batch: B ∫ |φ(t) − exp(−t²/2)|² exp(−t²/2) dt, averaged over random directions.
 
     φ is the empirical characteristic function of a·z over the B rows z of all ranks, φ(t) = Σ exp(i t a·z) / B, for a
     random unit vector a. The integral is over [−t_max, t_max], by the trapezoidal rule with `num_points` points on
     [0, t_max], doubled since the integrand is even. As published, twice as many rows of the same distribution give
-    about twice the loss. Forward sends 2 · num_slices · (num_points − 1) + 1 numbers, backward one.
+    about twice the loss. Forward sends 2 · M · (num_points − 1) + 1 numbers for M directions, backward one.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
-    >>> z = torch.randn(8, 4).double()
-    >>> ranks = simulate(lambda z: dc.nn.functional.sigreg_loss(z, seed=0), z.split([5, 3]))
-    >>> torch.testing.assert_close(ranks, [dc.nn.functional.sigreg_loss(z, seed=0)] * 2)
+    >>> z, directions = torch.randn(8, 4).double(), torch.randn(4, 256)
+    >>> ranks = simulate(dc.nn.functional.sigreg_loss, z.split([5, 3]), [directions] * 2)
+    >>> torch.testing.assert_close(ranks, [dc.nn.functional.sigreg_loss(z, directions)] * 2)
 
     Args:
         features: of this rank's samples, (b, D), as of `barlow_twins_loss`; not normalized.
-        seed: of the random directions, an integer from 0 to 2⁶³ − 1, the same on all ranks, which check mode compares;
-            for new directions in each step, the number of the step. PyTorch's random numbers are not changed.
-        num_slices: number of directions.
+        directions: (D, M), floating-point, the same on all ranks, which check mode compares; the columns are divided by
+            their norms. For new ones in each step, `torch.randn(D, 256, generator=g)` with a generator of their own
+            that all ranks have seeded alike, on features' device.
         num_points: number of points, 0 and t_max included, at least 2.
         t_max: the largest t, above 0.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
@@ -209,16 +211,19 @@ def sigreg_loss(
     """
     name = "sigreg_loss"
     check_rows(name, "features", features)
-    if expect.integer(name, "seed", seed, 0) >= 1 << 63:
-        raise ValueError(message(name, "seed", seed, "an integer below 2⁶³", "the number of the step is one"))
-    expect.integer(name, "num_slices", num_slices, 1)
+    expect.floating(name, "directions", directions, "pass directions.float()")
+    if directions.ndim != 2 or directions.shape[0] != features.shape[1]:
+        got = f"shape {tuple(directions.shape)}"
+        raise ValueError(message(name, "directions", got, f"({features.shape[1]}, M), a column for each direction"))
     expect.integer(name, "num_points", num_points, 2)
     if not expect.is_number(t_max) or not 0 < t_max < torch.inf:
         raise ValueError(message(name, "t_max", repr(t_max), "a number above 0", "the published code has 3"))
     engine = resolve(group, name)
     if check_mode.compares(engine):  # ranks with other directions send equal messages
-        facts = f"{name}({seed=}, D={features.shape[1]}, {num_slices=}, {num_points=})"
+        facts = f"{name}(directions={directions.dtype} {tuple(directions.shape)}, {num_points=}, {t_max=})"
         check_mode.compare(engine, facts, lambda: f"{facts} at {user_line()}")
+        remedy = "draw them from a generator that all ranks have seeded alike"
+        check_mode.same_everywhere(engine, without_transforms(directions), lambda: f"{name}: directions", remedy)
     x = features.to(wider(features.dtype))
     with without_autocast(x):
         t = torch.linspace(0, t_max, num_points, dtype=x.dtype, device=x.device)[1:]  # at 0 both functions are 1
@@ -230,32 +235,7 @@ def sigreg_loss(
             distances = (cosines / count - gaussian).square() + (sines / count).square()
             return (distances @ weights).mean() * count
 
-        angles = (x @ _directions(seed, num_slices, x)).unsqueeze(2) * t
+        directions = directions.to(x.dtype)
+        angles = (x @ (directions / directions.square().sum(0).sqrt())).unsqueeze(2) * t
         count = torch.full((), x.shape[0], dtype=x.dtype, device=x.device)
         return of_sums(loss_of, angles.cos().sum(0), angles.sin().sum(0), count, group=group)
-
-
-def _directions(seed: int, slices: int, x: Tensor) -> Tensor:
-    """Return random unit vectors as columns, (D, slices), of the dtype and on the device of x."""
-    if torch.compiler.is_compiling() or is_traced(x):
-        drawn: Tensor = torch.ops.diffcoll.directions(seed, x.shape[1], slices)
-    else:
-        with unobserved():  # vmap refuses random numbers
-            drawn = _drawn(seed, x.shape[1], slices)
-            if not x.is_cpu and can_pin(x.device.type):  # from other memory the copy would block the host
-                drawn = drawn.pin_memory().to(x.device, non_blocking=True)
-    drawn = drawn.to(x.device, x.dtype)
-    return drawn / drawn.square().sum(0).sqrt()
-
-
-def _drawn(seed: int, size: int, slices: int) -> Tensor:
-    """Return normal numbers, (size, slices), drawn on the CPU: PyTorch does not promise equal ones elsewhere."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(size, slices, generator=generator, dtype=torch.float32, device="cpu")
-
-
-# Dynamo cannot make a generator.
-_op = torch.library.custom_op(
-    "diffcoll::directions", _drawn, mutates_args=(), schema="(SymInt seed, SymInt size, SymInt slices) -> Tensor"
-)
-_op.register_fake(lambda seed, size, slices: torch.empty(size, slices, dtype=torch.float32, device="cpu"))

@@ -2,7 +2,7 @@
 
     L = Σ_i (log Σ_j exp s_ij − mean of s_ip over i's positives p) / number of rows     s_ij = x_i · y_j / temperature
 
-    InfoNCE    x: queries; y: all ranks' keys, and the query's own negatives; p: the query's own keys, or its label's
+    InfoNCE    x: queries; y: all ranks' keys, and this rank's negatives; p: the query's own keys, or its label's
     NT-Xent    x = y: two views of each sample, without j = i; p: the other view
     SupCon     x = y: views, without j = i; p: the other rows of the label
 
@@ -35,7 +35,9 @@ def info_nce_loss(
     labels: Tensor | None = None,
     ids: Tensor | None = None,
     exclude: Tensor | None = None,
+    exclude_positives: Tensor | None = None,
     exclude_negatives: Tensor | None = None,
+    false_negative_margin: float | None = None,
     temperature: Tensor | float = 0.1,
     normalize: bool = True,
     decoupled: bool = False,
@@ -57,19 +59,26 @@ def info_nce_loss(
         positive: (b, D): row i is the positive of query i; all other rows of all ranks are its negatives. Or (b, P, D):
             query i has the P positives positive[i], and the loss is averaged over them; P is the same on all ranks.
         negatives: (b, K, D): negatives[i] are K further negatives of query i, and of no other query, as hard negatives
-            are; they are not sent, and K may differ between ranks, and be 0.
+            are. Or (K, D): of each of this rank's queries, as `FeatureQueue.features()` or the gathered hard negatives
+            of all ranks. They are not sent, and K may differ between ranks, and be 0.
         labels: (b,), integers: all keys of a query's label are its positives; the loss is averaged over them (UniCL).
             Of label −1, a query's own keys alone.
         ids: keys of other samples with the query's id are *left out*, as false negatives; (b,), integers.
         exclude: (b, B·P), bool: all ranks' keys, in the order of ranks, that are left out, such as false negatives that
             a guide model has found (GIST). Positives never are.
+        exclude_positives: (b, P), bool: those of `positive` that are left out of all ranks' sums, such as padding where
+            queries have fewer than P; on all ranks or on none. A query without a positive contributes 0 and counts in
+            the mean.
         exclude_negatives: (b, K), bool: those of `negatives` that are left out, such as padding.
+        false_negative_margin: leave out the negatives, of all kinds, whose product with a query, before the division by
+            the temperature, is above that of its own key plus this number, which may be negative: they are probably
+            positives. Of several own keys the product is the largest. None: leave out none.
         temperature: a number or a tensor with one element; divides the logits.
         normalize: normalize the features first.
         decoupled: leave a query's positives out of its denominator, which has its negatives alone (Yeh et al. 2022); a
             query without negatives contributes 0.
         chunk_size: keep the logits of this many of this rank's queries at a time, and compute them again in backward.
-            None: keep all, b × B·P numbers. The b × K logits of queries' own negatives are kept.
+            None: keep all, b × B·P numbers. The b × K logits of queries' own negatives are kept in any case.
         sizes: the ranks' numbers of queries, as of `clip_loss`.
         group: None, a `ProcessGroup`, a one-dimensional `DeviceMesh` or an `MPI.Comm`; see `set_default_group`.
 
@@ -81,29 +90,44 @@ def info_nce_loss(
     check_rows(name, "query", query)
     check_rows(name, "positive", positive, query, (2, 3))
     if negatives is not None:
-        check_rows(name, "negatives", negatives, query, (3,))
-    out = check_exclude(name, "exclude_negatives", exclude_negatives, query.shape[0])
-    if out is not None and (negatives is None or out.shape != negatives.shape[:2]):
-        expected = "None without negatives" if negatives is None else f"{tuple(negatives.shape[:2])}, as of negatives"
-        raise ValueError(message(name, "exclude_negatives", f"shape {tuple(out.shape)}", expected))
+        check_rows(name, "negatives", negatives, query, (2, 3), shared=True)
     scale, each = _inverse(name, temperature, query), 1 if positive.ndim == 2 else positive.shape[1]
-    batch = Batch(name, positive, normalize, sizes, group, chunk_size, exclude, each, labels=labels, ids=ids)
-    x, (key, keys) = widened(query, normalize), batch.features(positive)
+    margin = false_negative_margin
+    if margin is not None:
+        scalar(name, "false_negative_margin", margin, query)
+    b, further = len(query), 0 if negatives is None else negatives.shape[-2]
+    padding = check_exclude(name, "exclude_positives", exclude_positives, b, each)
+    out = check_exclude(name, "exclude_negatives", exclude_negatives, b, further)
+    options = normalize, sizes, group, chunk_size, exclude
+    batch = Batch(name, positive, *options, of_each=each, out=padding, labels=labels, ids=ids)
+    x, (key, keys) = widened(query, batch.normalize), batch.features(positive)
     rows, cols = Marks(exclude=batch.exclude, **batch.marks), _of_each(each, batch.all_marks)
-    if each > 1 or labels is not None:
+    if labels is None:
+        rows = rows._replace(own=(each * batch.mine).unsqueeze(1) + torch.arange(each, device=x.device))
+    else:
         number = torch.arange(batch.total, device=x.device).repeat_interleave(each)
         rows = rows._replace(labels=_apart(rows.labels, batch.mine))
         cols = cols._replace(labels=_apart(cols.labels, number))
-    else:
-        rows = rows._replace(own=batch.mine.unsqueeze(1))
     logits = Logits(batch, x, rows, keys.flatten(0, -2), cols, scale)
-    pos = logits.of_pairs(key.view(x.shape)) if rows.labels is None else None
-    more = None
-    if negatives is not None and negatives.shape[1]:
-        with without_autocast(x):
-            more = torch.bmm(widened(negatives, normalize), (x * scale).unsqueeze(2)).squeeze(2)
-        more = more if out is None else more.masked_fill(out, least(more))
-    return batch.mean(_terms(logits, pos, more, decoupled))
+    pos, more, shared, limit = None, None, None, None
+    if labels is None or margin is not None:
+        pos = logits.of_pairs(key.view(len(x), each, x.shape[1]))
+    if pos is not None and margin is not None:
+        own = pos.detach() if padding is None else pos.detach().masked_fill(padding, -torch.inf)
+        limit = own.amax(1, keepdim=True) + margin * scale
+        limit = limit.masked_fill(limit == -torch.inf, torch.inf)
+        logits.rows = rows._replace(limit=limit)
+    if negatives is not None and further:
+        columns = widened(negatives, batch.normalize)
+        if negatives.ndim == 2:
+            shared = Logits(batch, x, Marks(exclude=out, limit=limit), columns, Marks(), scale)
+        else:
+            with without_autocast(x):
+                q = logits.normalized(x) * scale
+                more = torch.bmm(logits.normalized(columns), q.unsqueeze(2)).squeeze(2)
+            more = more if out is None else more.masked_fill(out, least(more))
+            more = more if limit is None else more.masked_fill(more > limit, least(more))
+    return batch.mean(_terms(logits, pos if labels is None else None, decoupled, more, shared))
 
 
 def nt_xent_loss(
@@ -195,41 +219,58 @@ def _of_views(batch: Batch, views: Tensor, scale: Number, decoupled: bool = Fals
         rows = rows._replace(own=numbers.view(-1, 1), labels=_apart(rows.labels, numbers.flatten()))
         cols = cols._replace(labels=_apart(cols.labels, of_all))
     logits = Logits(batch, own.flatten(0, 1), rows, every.flatten(0, 1), cols, scale)
-    pos = logits.of_pairs(own.flip(1).flatten(0, 1)) if rows.labels is None else None
-    return batch.mean(_terms(logits, pos, None, decoupled), each)
+    pos = logits.of_pairs(own.flip(1).flatten(0, 1).unsqueeze(1)) if rows.labels is None else None
+    return batch.mean(_terms(logits, pos, decoupled), each)
 
 
 # ── the terms of this rank's rows ────────────────────────────────────────────────────────────────────────
 
 
-def _terms(logits: Logits, pos: Tensor | None, more: Tensor | None, decoupled: bool) -> Tensor:
+def _terms(
+    logits: Logits, pos: Tensor | None, decoupled: bool, more: Tensor | None = None, shared: Logits | None = None
+) -> Tensor:
     """Return −log softmax of each row, averaged over its positives; 0 for a row without one.
 
-    `pos` is the logit of each row's only positive, and `rows.own` are the columns that are no negatives; without it
-    labels say which are positives, and `rows.own` is the row itself. `more` are logits of each row's own negatives.
+    `pos` are the logits of each row's positives, (b, k), and `rows.own` the columns that are no negatives; without it
+    labels say which are positives, and `rows.own` is the row itself. `more` are logits of each row's own negatives,
+    `shared` those of columns that are negatives of all rows.
     """
     sum_exp = partial(logsumexp, dim=1, in_place=logits.in_place)
+    fields = len(Marks._fields)
 
-    def one(q: Tensor, *marks: Tensor | None) -> tuple[Tensor]:
-        return (sum_exp(logits.of_negatives(q, Marks(*marks))),)
+    def joined(neg: Tensor, further: Tensor) -> Tensor:
+        return torch.stack([neg, sum_exp(further)]).logsumexp(0)
 
-    def several(q: Tensor, *marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        s, rows = logits(q), Marks(*marks)
+    def block(q: Tensor, *marks: Tensor | None) -> tuple[Tensor, ...]:
+        rows = Marks(*marks[:fields])
+        neg, *sums = several(q, rows) if pos is None else (sum_exp(logits.of_negatives(q, rows)),)
+        if shared is not None:
+            neg = joined(neg, shared.of_negatives(q, Marks(*marks[fields:])))
+        return neg, *sums
+
+    def several(q: Tensor, rows: Marks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        s = logits(q)
         assert rows.labels is not None and logits.marks.labels is not None
-        positive, out = rows.labels.unsqueeze(1) == logits.marks.labels, logits.left_out(rows)
+        positive, out = rows.labels.unsqueeze(1) == logits.marks.labels, logits.left_out(s, rows)
         neg = sum_exp(s.masked_fill(positive if out is None else positive | out, least(s)))
         if rows.own is not None:  # a row has its own label, and is none of its positives
             positive = positive & (rows.own != torch.arange(s.shape[1], device=s.device))
-        among = sum_exp(s.masked_fill(~positive, least(s)))
-        return neg, among, s.masked_fill(~positive, 0).sum(1), positive.sum(1)
+        return neg, *of_positives(s, positive, logits.marks.out)
 
-    block = several if pos is None else one
-    neg, *of_positives = in_chunks(block, logits.chunk_size, logits.q, *logits.rows)
+    def of_positives(s: Tensor, positive: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        positive = positive if out is None else positive & ~out
+        return sum_exp(s.masked_fill(~positive, least(s))), s.masked_fill(~positive, 0).sum(1), positive.sum(1)
+
+    of_rows = logits.rows if shared is None else logits.rows + shared.rows
+    neg, *sums = in_chunks(block, logits.chunk_size, logits.q, *of_rows)
     if more is not None:
-        neg = torch.stack([neg, sum_exp(more)]).logsumexp(0)
+        neg = joined(neg, more)
     if pos is not None:
-        return _decoupled(neg, pos) if decoupled else softplus(neg - pos)
-    among, total, count = of_positives
+        if pos.shape[1] == 1 and logits.rows.out is None:
+            pos = pos.squeeze(1)
+            return _decoupled(neg, pos) if decoupled else softplus(neg - pos)
+        sums = [*of_positives(pos, torch.ones_like(pos, dtype=torch.bool), logits.rows.out)]
+    among, total, count = sums
     mean = total / count.clamp(min=1)
     if decoupled:
         terms = _decoupled(neg, mean)
@@ -249,8 +290,10 @@ def _apart(labels: Tensor | None, number: Tensor) -> Tensor:
 
 
 def _of_each(n: int, marks: dict[str, Tensor]) -> Marks:
-    """Return the marks of samples for n rows of each."""
-    return Marks(**{key: mark.repeat_interleave(n) for key, mark in marks.items()})
+    """Return the marks of samples for n rows of each; of (samples, n) they are of rows."""
+    return Marks(
+        **{key: mark.repeat_interleave(n) if mark.ndim == 1 else mark.flatten() for key, mark in marks.items()}
+    )
 
 
 def _inverse(name: str, temperature: Number, like: Tensor) -> Number:

@@ -117,6 +117,7 @@ class InfoNCELoss(LossModule, function=functional.info_nce_loss):
         self,
         temperature: Tensor | float = 0.1,
         *,
+        false_negative_margin: float | None = None,
         normalize: bool = True,
         decoupled: bool = False,
         chunk_size: int | None = None,
@@ -252,14 +253,14 @@ class KoLeoLoss(LossModule, function=functional.koleo_loss):
 
 
 class SIGRegLoss(LossModule, function=functional.sigreg_loss):
-    """`sigreg_loss` as a module; `forward` takes the features and the seed.
+    """`sigreg_loss` as a module; `forward` takes the features and the directions.
 
     >>> from diffcoll.nn import SIGRegLoss
-    >>> SIGRegLoss(num_slices=1024)
-    SIGRegLoss(num_slices=1024)
+    >>> SIGRegLoss(num_points=9)
+    SIGRegLoss(num_points=9)
     """
 
-    def __init__(self, *, num_slices: int = 256, num_points: int = 17, t_max: float = 3.0, group: Group = None) -> None:
+    def __init__(self, *, num_points: int = 17, t_max: float = 3.0, group: Group = None) -> None:
         super().__init__(locals())
 
 

@@ -99,8 +99,9 @@ def weighted_mean(
     [tensor(5.3750), tensor(5.3750)]
 
     x is floating-point or complex. `weight` is of shape `(x.shape[dim],)`, 0-d, or has as many dimensions as x. The
-    other arguments and errors are those of `moments`, and so are the mean's dtype, zeros and gradients. The result has
-    x's shape without `dim`, the same on every rank.
+    other arguments and errors are those of `moments`, and so are the mean's dtype and gradients. The result has x's
+    shape without `dim`, the same on every rank. A mean of nothing, as of a class that no rank has, is 0 with zero
+    gradients, also in `moments` and `token_mean`.
 
     Source: notes/training/batch-norm.md.
     """

@@ -29,13 +29,16 @@ from diffcoll.core.torch_private.transforms import is_within_transform, without_
 from diffcoll.engines.types import Group
 from diffcoll.nn.arguments import check_chunk_size, in_full_precision, without_autocast
 from diffcoll.nn.contrastive import (
+    halves,
     in_chunks,
     least,
     logsumexp,
     may_overwrite,
     overwritten,
+    product,
     sizes_of_ranks,
     softplus,
+    tensor_cores,
 )
 
 #: What is done over the tokens.
@@ -75,7 +78,7 @@ def vocab_parallel_cross_entropy(
 
     Args:
         hidden: (…, D), of float16, bfloat16, float32 or float64; the same on all ranks. Half precision is computed in
-            float32, also under autocast.
+            float32, also under autocast: on CUDA by tensor cores, if weight_shard is of the same dtype.
         weight_shard: (V_r, D), this rank's rows of the output layer; V_r may differ between ranks, and be 0.
         target: (…), integers: indices in the whole vocabulary, or `ignore_index`; the same on all ranks.
         bias_shard: (V_r,), of the same rows; on all ranks or on none.
@@ -109,19 +112,20 @@ def vocab_parallel_cross_entropy(
     expect.choice(_NAME, "reduction", reduction, ("mean", "sum", "none"), "it is over the tokens, not over the ranks")
     check_chunk_size(_NAME, chunk_size)
     floats = {"hidden": hidden, "weight_shard": weight_shard, "bias_shard": bias_shard}
-    hidden, w, *biases = in_full_precision(_NAME, **{name: x for name, x in floats.items() if x is not None})
+    states, w, *biases = in_full_precision(_NAME, **{name: x for name, x in floats.items() if x is not None})
+    half = tensor_cores(hidden) if hidden.dtype == weight_shard.dtype else None
     bias = biases[0] if biases else None
-    _check_shapes(hidden, w, target, bias)
+    _check_shapes(states, w, target, bias)
     engine = resolve(group, _NAME)
-    lengths = sizes_of_ranks(_NAME, engine, w, sizes, [[hidden]])
+    lengths = sizes_of_ranks(_NAME, engine, w, sizes, [[states]])
     first, total = sum(lengths[: engine.rank]), sum(lengths)
     index = target.reshape(-1).long()  # ignore_index may have no value in a small dtype
     ignored = index == ignore_index
     _check_targets(index, ignored, total, ignore_index)
-    q = hidden.reshape(-1, hidden.shape[-1])
+    q = states.reshape(-1, states.shape[-1])
     with without_autocast(q):
         q = q if engine.size == 1 else sum_gradients(q, group=group)
-        sums = _sums(q, w, bias, index.masked_fill(ignored, -1) - first, chunk_size)
+        sums = _sums(q, w, bias, index.masked_fill(ignored, -1) - first, chunk_size, half)
         if label_smoothing:
             every = q @ w.sum(0)
             sums.append(every if bias is None else every + bias.sum())
@@ -139,10 +143,12 @@ def vocab_parallel_cross_entropy(
     return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
 
 
-def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int | None) -> list[Tensor]:
+def _sums(
+    q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int | None, half: torch.dtype | None
+) -> list[Tensor]:
     """Return, for each token, log Σ_j exp s_ij of this rank's j ≠ t, and s_it or 0.
 
-    `at` is the target's index among this rank's rows w, if it is one of them.
+    `at` is the target's index among this rank's rows w, if it is one of them; `half` holds q and w, for tensor cores.
     """
     here = (at >= 0) & (at < w.shape[0])
     if is_known(w.shape[0] == 0):  # of this rank no word; the derivatives depend on q and w as those of others do
@@ -150,10 +156,10 @@ def _sums(q: Tensor, w: Tensor, bias: Tensor | None, at: Tensor, chunk_size: int
         return [logsumexp(s, 1, False), s.sum(1)]
     at = torch.where(here, at, 0)
     added = None if bias is None else bias.clamp(min=least(q))  # −inf excludes words, of some ranks all
-    in_place = may_overwrite()
+    in_place, of_w = may_overwrite(), halves(w, half)
 
     def block(q: Tensor, at: Tensor, here: Tensor) -> tuple[Tensor]:
-        s = q @ w.t() if added is None else torch.addmm(added, q, w.t())
+        s = product(q, w, halves(q, half), of_w, added)
         kept = torch.where(here, least(s), s.gather(1, at))  # `least` at the target, no negative
         return (logsumexp(overwritten(s, at, kept, in_place), 1, in_place),)
 

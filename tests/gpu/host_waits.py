@@ -47,7 +47,7 @@ def losses(device, r=0):
         "vicreg_loss": lambda: f.vicreg_loss(x, y),
         "dice_loss": lambda: f.dice_loss(probabilities, mask),
         "koleo_loss": lambda: f.koleo_loss(x),
-        "sigreg_loss": lambda: f.sigreg_loss(x, seed=1),
+        "sigreg_loss": lambda: f.sigreg_loss(x, x.t()),
         "vocab_parallel_cross_entropy": lambda: f.vocab_parallel_cross_entropy(hidden, shard, target),
         "SyncBatchNorm of rows": lambda: norms[0](x).square(),
         "SyncBatchNorm of images": lambda: norms[1](image).square(),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diffcoll import all_reduce, sum_gradients
+from diffcoll import all_reduce, gather_batch, sum_gradients
 from diffcoll.nn import functional
 from diffcoll.testing import assert_matches_single_process, simulate
 
@@ -74,6 +74,12 @@ def info_nce_of_hard_negatives(x, y, *scale, exclude=None, **marks):
     return info_nce(q, k, *scale, more=(q[:, None] * n).sum(2), exclude=exclude, **marks)
 
 
+def info_nce_of_shared_negatives(x, y, *scale, **marks):
+    """He et al. 2020, equation 1, with the keys of the batch, too."""
+    q, k, n = (F.normalize(z, dim=-1) for z in (x, y, hard(x, y).flatten(0, 1)))
+    return info_nce(q, k, *scale, more=q @ n.T, **marks)
+
+
 def passages(x, y):
     """Two positives of each row."""
     return torch.stack([y, y.roll(1, 1)], 1)
@@ -83,6 +89,18 @@ def info_nce_of_passages(x, y, scale, bias, **marks):
     q, p = (F.normalize(z, dim=-1) for z in (x, passages(x, y)))
     pairs = (mask.repeat_interleave(2, 1) for mask in masks(len(x), **marks))
     return softmax(scale * q @ p.flatten(0, 1).T, *pairs)
+
+
+def short(x):
+    """Which of the passages of each row are left out: none, the second, or both."""
+    return (x[:, :1] > torch.tensor([0.9, 0.1])).detach()
+
+
+def info_nce_of_fewer_passages(x, y, scale, bias, **marks):
+    q, p = (F.normalize(z, dim=-1) for z in (x, passages(x, y)))
+    positive, excluded = (mask.repeat_interleave(2, 1) for mask in masks(len(x), **marks))
+    out = short(x).flatten()
+    return softmax(scale * q @ p.flatten(0, 1).T, positive & ~out, excluded | out)
 
 
 def views(zs, scale, labels, ids=None, exclude=None, terms=softmax):
@@ -149,13 +167,11 @@ def koleo(x, eps=1e-8, normalize=True):
     return loss / len(x)
 
 
-def sigreg(z, seed, num_slices=256, num_points=17, t_max=3.0):
+def sigreg(z, directions, num_points=17, t_max=3.0):
     """Balestriero and LeCun 2025, section 4, direction by direction; t from −t_max to t_max."""
-    generator = torch.Generator().manual_seed(seed)
-    a = torch.randn(z.shape[1], num_slices, generator=generator, dtype=torch.float32).to(z.dtype)
     t = torch.linspace(-t_max, t_max, 2 * num_points - 1, dtype=z.dtype)
     gaussian, statistics = torch.exp(-(t**2) / 2), []
-    for direction in F.normalize(a, dim=0).T:
+    for direction in F.normalize(directions.to(z.dtype), dim=0).T:
         angles = t * (z @ direction)[:, None]
         distance = (angles.cos().mean(0) - gaussian) ** 2 + angles.sin().mean(0) ** 2
         statistics.append(len(z) * torch.trapezoid(distance * gaussian, t))
@@ -238,9 +254,17 @@ def ours_of_hard_negatives(x, y, **options):
     return functional.info_nce_loss(x, y, hard(x, y), **options)
 
 
+def ours_of_shared_negatives(x, y, **options):
+    return functional.info_nce_loss(x, y, gather_batch(hard(x, y).flatten(0, 1)).tree, **options)
+
+
 def ours_of_passages(x, y, *, exclude=None, **options):
     exclude = None if exclude is None else exclude.repeat_interleave(2, 1)
     return functional.info_nce_loss(x, passages(x, y), exclude=exclude, **options)
+
+
+def ours_of_fewer_passages(x, y, **options):
+    return ours_of_passages(x, y, exclude_positives=short(x), **options)
 
 
 PAIRS = ((), ("ids",), ("exclude",), ("ids", "exclude"))
@@ -249,12 +273,18 @@ CONTRASTIVE = {
     "clip": Contrastive(lambda x, y, s, b, **o: functional.clip_loss(x, y, s, **o), clip, PAIRS, normalize=False),
     "siglip": Contrastive(functional.siglip_loss, siglip, PAIRS, normalize=False),
     "info_nce": Contrastive(tempered(functional.info_nce_loss), info_nce, PAIRS + LABELLED),
-    # the `terms` of these two normalize negatives and passages too
+    # the `terms` of these normalize negatives and passages too
     "info_nce_of_hard_negatives": Contrastive(
         tempered(ours_of_hard_negatives), info_nce_of_hard_negatives, PAIRS + LABELLED, normalize=False
     ),
+    "info_nce_of_shared_negatives": Contrastive(
+        tempered(ours_of_shared_negatives), info_nce_of_shared_negatives, PAIRS[::3] + LABELLED[2:], normalize=False
+    ),
     "info_nce_of_passages": Contrastive(
         tempered(ours_of_passages), info_nce_of_passages, PAIRS + LABELLED, normalize=False
+    ),
+    "info_nce_of_fewer_passages": Contrastive(
+        tempered(ours_of_fewer_passages), info_nce_of_fewer_passages, PAIRS[::3] + LABELLED[2:], normalize=False
     ),
     "nt_xent": Contrastive(tempered(functional.nt_xent_loss), nt_xent, PAIRS),
     "supcon": Contrastive(
@@ -329,6 +359,10 @@ def of_products(ours, whole, **options):
     return of_views(of(ours), of(whole))
 
 
+def directions(features, many=4):
+    return (1.7 * torch.arange(features * many)).view(features, many).sin()
+
+
 def hidden(total):
     """States of four tokens, which depend on the rows of all ranks."""
     return (1.3 * torch.arange(4 * total.shape[0], dtype=torch.double)).view(4, -1).sin() + total.cos()
@@ -347,7 +381,9 @@ LOSSES = {
     "barlow twins": of_views(functional.barlow_twins_loss, barlow_twins, lambda_param=0.3),
     "vicreg": of_views(functional.vicreg_loss, vicreg),
     "koleo": of_products(functional.koleo_loss, koleo, normalize=False),
-    "sigreg": of_products(functional.sigreg_loss, sigreg, seed=3, num_slices=4),
+    "sigreg": of_products(
+        lambda z: functional.sigreg_loss(z, directions(z.shape[1])), lambda z: sigreg(z, directions(z.shape[1]))
+    ),
     "vocabulary": Loss(
         vocabulary,
         lambda x, y, labels: vocabulary_cross_entropy(hidden((x * y).sum(0)), x, TARGET, y[:, 0], **SMOOTHED),

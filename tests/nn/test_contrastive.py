@@ -1,6 +1,7 @@
 """Contrastive losses of the batch of all ranks: value, gradients and second order are those of one process."""
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,21 +13,36 @@ from references import (
     ROWS,
     batch,
     data,
+    decoupled,
     hard,
     holds,
     info_nce,
+    masks,
     pair,
     parameters_of,
     program,
+    softmax,
     views,
 )
 from runs import gloo, profiled, rules
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffcoll.nn.contrastive import _Product
 from diffcoll.nn.functional import clip_loss, info_nce_loss, nt_xent_loss
 
 each_row = pytest.mark.parametrize(("kind", "marks"), ROWS, ids=[" ".join([kind, *marks]) for kind, marks in ROWS])
 in_chunks = pytest.mark.parametrize("options", [{}, {"chunk_size": 3}], ids=str)
+
+
+class Largest(TorchDispatchMode):
+    """Records the size of the largest result of an operation."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.numel = max(self.numel, found.numel())
+        return found
 
 
 # ── the references are published code ────────────────────────────────────────────────────────────────────
@@ -138,23 +154,6 @@ def test_autocast_does_not_reach_the_logits(options):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("half", "near"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-def test_products_of_half_precision_on_tensor_cores(half, near):
-    """Their rule, with the CPU's product: the gradients of the float32 product, rounded; exact where a graph is wanted."""
-    g = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(rows, 8, generator=g).to(half).float().requires_grad_() for rows in (5, 7))
-    w = 1e-6 * torch.randn(5, 7, generator=g)  # which float16 does not hold
-    found, right = products = _Product.apply(x, y, half), x @ y.T
-    torch.testing.assert_close(found, right)
-    for a, b in zip(*(torch.autograd.grad((w * s).sum(), (x, y), retain_graph=True) for s in products), strict=True):
-        assert (a - b).norm() < near * b.norm()
-    second = []
-    for s in products:
-        gx, gy = torch.autograd.grad(s.sin().sum(), (x, y), create_graph=True)
-        second.append(torch.autograd.grad(gx.square().sum() + gy.sin().sum(), (x, y), create_graph=True))
-    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
-
-
 def test_a_large_loss_keeps_the_digits_of_float64():
     """Where torch's softplus would return its argument."""
     x = torch.eye(2).double().requires_grad_()
@@ -247,6 +246,83 @@ def test_pairs_to_leave_out_of_own_negatives():
             found = rules(loss, *parts, *([mark] * 3 for mark in each))
             assert found == [pytest.approx(right, rel=1e-12)] * 3
     assert clip_loss(x, y, 3.0, exclude=torch.ones(8, 8, dtype=torch.bool)) == 0  # of each row its positive is left
+
+
+def info_nce_without_false_negatives(x, y, scale, margin, own, labels=None, **marks):
+    """Zhang et al. 2025 (Qwen3 Embedding), equation 2: a cosine above that of the own key by a margin is none."""
+    q, k, n = (F.normalize(z, dim=-1) for z in (x, y, hard(x, y)))
+    more = (q[:, None] * n).sum(2) if own else q @ n.flatten(0, 1).T
+    cosines = torch.cat([q @ k.T, more], 1)
+    positive, excluded = (
+        torch.cat([mask, torch.zeros_like(more).bool()], 1) for mask in masks(len(x), labels, **marks)
+    )
+    near = cosines > cosines.diagonal()[:, None] + margin
+    assert near.any() and not near.all()
+    return softmax(scale * cosines, positive, excluded | near & ~positive).mean()
+
+
+@in_chunks
+@pytest.mark.parametrize(
+    ("negatives", "marks"), [("hard", ("ids",)), ("shared", ()), ("shared", ("labels", "exclude"))]
+)
+def test_false_negatives_by_a_margin(negatives, marks, options):
+    """Compared before the temperature, which is trained; of several passages the nearest counts."""
+    module = parameters_of("info_nce")
+    loss = CONTRASTIVE[f"info_nce_of_{negatives}_negatives"].ours
+    for margin in (0.1, -0.2):
+        more = {"false_negative_margin": margin, **options}
+        right = partial(info_nce_without_false_negatives, margin=margin, own=negatives == "hard")
+        holds(
+            program(loss, marks, module, **more),
+            program(lambda x, y, scale, bias, right=right, **chosen: right(x, y, scale, **chosen), marks, module),
+            module=module,
+            sizes=[(8,), (5, 0, 3)],
+        )
+
+
+def test_the_margin_of_several_keys():
+    """It is of the nearest that is not left out; a query without any, whose label has others, keeps its negatives."""
+    x, y, labels, *_ = batch(8)
+    keys = torch.stack([x + y, y, x], 1)
+    near = torch.tensor([False, False, True]).repeat(8, 1)
+    found, right = (
+        info_nce_loss(x, k, exclude_positives=m, false_negative_margin=0.0)
+        for k, m in ((keys, near), (keys[:, :2], None))
+    )
+    torch.testing.assert_close(found, right)
+    out = torch.arange(8)[:, None] < 1
+    none, all_ = (
+        info_nce_loss(x, y[:, None], labels=labels, exclude_positives=out, false_negative_margin=m) for m in (None, 9.0)
+    )
+    assert none == all_
+
+
+@in_chunks
+@pytest.mark.parametrize("decouple", [False, True])
+def test_negatives_of_all_queries_of_a_rank(options, decouple):
+    """They are no other rank's; of different numbers, some left out; no tensor has b · K rows, nor b · K · D numbers."""
+    x, y, *_ = batch(8)
+    sizes, numbers = (3, 0, 4, 1), (20, 3, 0, 2)
+    pools, masks = zip(
+        *((data(k, 6, seed=k), data(b, k) > 0.4) for b, k in zip(sizes, numbers, strict=True)), strict=True
+    )
+
+    def loss(x, y, pool, out):
+        with Largest() as largest:
+            x, pool = x.clone().requires_grad_(), pool.clone().requires_grad_()
+            value = info_nce_loss(x, y, pool, exclude_negatives=out, decoupled=decouple, **options)
+            gradients = torch.autograd.grad(value / 4, (x, pool), materialize_grads=True)
+        assert largest.numel <= max(options.get("chunk_size", len(x)) * len(pool), 8 * 8, 20 * 6)
+        return value.item(), *gradients
+
+    xs, ps = x.clone().requires_grad_(), [pool.clone().requires_grad_() for pool in pools]
+    q, k, terms = F.normalize(xs), F.normalize(y), decoupled if decouple else softmax
+    more = (q @ F.normalize(torch.cat(ps)).T).masked_fill(torch.block_diag(*(~mask for mask in masks)) == 0, -torch.inf)
+    right = info_nce(q, k, 10.0, 0.0, more=more, terms=terms).mean()
+    right.backward()
+    values, of_x, of_pools = zip(*rules(loss, *(t.split(sizes) for t in (x, y)), pools, masks), strict=True)
+    assert values == (pytest.approx(right.item(), rel=1e-12),) * 4
+    torch.testing.assert_close([torch.cat(of_x), *of_pools], [xs.grad, *(pool.grad for pool in ps)])
 
 
 @in_chunks

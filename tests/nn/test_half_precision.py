@@ -2,11 +2,17 @@
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
-from references import CONTRASTIVE
+from functorch.compile import make_boxed_func
+from references import CONTRASTIVE, data
+from releases import compiles
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffcoll as dc
 from diffcoll.nn import functional
+from diffcoll.nn.contrastive import halves, normalized, product
 from diffcoll.testing import simulate
 
 SCALE = 20.0
@@ -39,7 +45,9 @@ OTHERS = {
     "barlow twins": lambda x, y, n: functional.barlow_twins_loss(x, y),
     "vicreg": lambda x, y, n: functional.vicreg_loss(x, y),
     "koleo": lambda x, y, n: functional.koleo_loss(x) + functional.koleo_loss(y),
-    "sigreg": lambda x, y, n: functional.sigreg_loss(x, seed=0) + functional.sigreg_loss(5 * y, seed=1),
+    "sigreg": lambda x, y, n: (
+        functional.sigreg_loss(x, data(24, 256)) + functional.sigreg_loss(5 * y, data(24, 256, seed=1))
+    ),
 }
 WAYS = [{}, {"chunk_size": 4}]
 #: Noise between the features of a pair, from equal to independent, and whether pairs are wrong.
@@ -97,6 +105,116 @@ def test_each_loss(name):
         assert min(seen) < 2e-4
 
 
+@pytest.mark.parametrize("name", [*CONTRASTIVES, "koleo"])
+def test_each_loss_on_tensor_cores(name, cores):
+    test_each_loss(name)
+
+
+class Products(TorchDispatchMode):
+    """Records the dtypes of the operands of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            self.dtypes += {x.dtype for x in args if isinstance(x, torch.Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+def of_vocabulary(hidden, weight, n, **options):
+    bias = torch.zeros(len(weight), dtype=hidden.dtype)
+    return functional.vocab_parallel_cross_entropy(hidden, weight, n, bias_shard=bias, **options)
+
+
+MULTIPLIED = {
+    "vocabulary": of_vocabulary,
+    "info_nce_loss shared negatives": lambda x, y, n, **options: functional.info_nce_loss(x, x.detach(), y, **options),
+    **{name: loss for name, loss in CONTRASTIVES.items() if "hard" not in name},
+}
+
+
+def number(name, needed, x, again=False):
+    """Of products: one in forward, which may run again, and in backward two for each factor that needs a gradient."""
+    if "nt_xent" in name or "supcon" in name:  # both factors are of x and y
+        return 1 + again + 4
+    of_x = any(x is each for each in needed)
+    if "shared" in name:  # a product of x and keys that need no gradient, too
+        return 2 * (1 + again + of_x) + 2 * len(needed)
+    return 1 + again + 2 * len(needed)
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_products_are_of_halves(name, cores):
+    """In each chunk."""
+    (x, y), loss = features(0.35, 0, torch.bfloat16), MULTIPLIED[name]
+    views = "nt_xent" in name or "supcon" in name
+    for needed in ((x, y), (x,), (y,)):
+        for options in WAYS:
+            for t in (x, y):
+                t.requires_grad_(any(t is other for other in needed))
+            with Products() as seen:
+                loss(x, y, torch.arange(12), **options).backward(inputs=needed)
+            chunks = (6 if views else 3) if options else 1
+            assert seen.dtypes == [torch.bfloat16] * chunks * number(name, needed, x, chunks > 1), (needed, options)
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")  # Dynamo's
+@pytest.mark.parametrize("name", ["clip normalize", "info_nce_loss shared negatives", "vocabulary"])
+def test_products_in_a_graph_are_of_halves(name, cores):
+    """With the gradients of eager code, and none that nobody needs."""
+
+    def products_of(graph, inputs):
+        seen.extend(node.target for node in graph.graph.nodes if "mm" in str(node.target))
+        return make_boxed_func(graph)
+
+    (x, y), loss = features(0.35, 0, torch.bfloat16), MULTIPLIED[name]
+    for needed in ((x, y), (x,)):
+        torch._dynamo.reset()
+        seen = []
+        compiled = torch.compile(loss, fullgraph=True, backend=aot_autograd(fw_compiler=products_of))
+        for t in (x, y):
+            t.requires_grad_(any(t is other for other in needed))
+        values = [f(x, y, torch.arange(12)) for f in (compiled, loss)]
+        torch.testing.assert_close(*values)
+        torch.testing.assert_close(*(torch.autograd.grad(value, needed) for value in values))
+        assert seen == [torch.ops.aten.mm.dtype] * number(name, needed, x)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_product_of_halves(half, normalize, cores):
+    """Exact, of rows of any norm; its gradients have 16 bits, also of numbers that float16 does not hold."""
+    g = torch.Generator().manual_seed(0)
+    norms = 10 ** torch.linspace(-2, 3, 5)[:, None]
+    x, y = ((norms * torch.randn(5, 8, generator=g)).to(half).float().requires_grad_() for _ in range(2))
+    w = 1e-6 * torch.randn(5, 5, generator=g)
+    of = normalized if normalize else lambda x: x
+    found, right = product(of(x), of(y), halves(x, half, normalize), halves(y, half, normalize)), of(x) @ of(y).T
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+    for a, b in zip(*(torch.autograd.grad((w * s).sum(), (x, y)) for s in (found, right)), strict=True):
+        assert ((a - b).norm(dim=1) <= 3e-5 * b.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("loss", [CONTRASTIVES["clip normalize"], of_vocabulary])
+def test_further_derivatives_on_tensor_cores(loss, cores):
+    """A second backward, and a batch of backwards within vmap."""
+
+    def derivatives(x, y):
+        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+        value = loss(x, y, torch.arange(len(x)))
+        batch = torch.func.vmap(lambda g: torch.autograd.grad(value, x, g, retain_graph=True)[0])
+        first = torch.autograd.grad(value, (x, y), create_graph=True)
+        second = torch.autograd.grad(sum((g * x.detach().cos()).sum() for g in first), (x, y), retain_graph=True)
+        return *second, *batch(torch.tensor([1.0, -2.0], dtype=value.dtype))
+
+    x, y = features(0.35, 0, torch.bfloat16)
+    for a, b in zip(derivatives(x, y), derivatives(x.double(), y.double()), strict=True):
+        assert roundings(a, b, 1, torch.bfloat16) < 4
+
+
 @pytest.mark.parametrize("dims", [None, "per class", 1], ids=str)
 @pytest.mark.parametrize("kind", ["dice_loss", "iou_loss", "tversky_loss"])
 def test_ratios_of_sums(kind, dims):
@@ -139,6 +257,12 @@ def test_other_ways(name, pairs, sizes, options):
     _, *right = gradients(CONTRASTIVES[name], *(x.double() for x in pairs), [sum(sizes)])
     _, *found = gradients(CONTRASTIVES[name], *pairs, sizes, **options)
     assert all(roundings(a, b, 1, torch.bfloat16) < 3 for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("name", ["clip", "info_nce_loss", "nt_xent_loss", "supcon"])
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_other_ways_on_tensor_cores(name, way, cores):
+    test_other_ways(name, *OTHER_WAYS[way])
 
 
 def cross_entropy(x, y):

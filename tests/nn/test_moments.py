@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from references import data, holds, mean_of_tokens, of_moments
 from references import moments as whole
 from runs import rules
@@ -64,6 +65,23 @@ def test_nothing_at_all_gives_zeros_and_zero_gradients():
 
     assert all(rules(zeros, [torch.empty(0, 3)] * 3))
     assert all(rules(zeros, [data(2, 3), data(1, 3)], [torch.zeros(2, 1), torch.zeros(1, 1)]))
+
+
+def test_a_class_that_no_rank_has():
+    """Its statistics are 0 with zero gradients; those of the others are their own."""
+    x, labels = data(5, 1), torch.tensor([0, 2, 2, 0, 2])
+
+    def body(x, labels):
+        x, w = x.clone().requires_grad_(), F.one_hot(labels, 4)
+        found = [*moments(x.expand(-1, 4), 0, weight=w), weighted_mean(x.expand(-1, 4), weight=w)]
+        (g,) = torch.autograd.grad(sum(t.sum() for t in found[1:]), x)
+        return [t.detach() for t in found], g
+
+    rows = [x[labels == c] if (labels == c).any() else torch.zeros(1, 1).double() for c in range(4)]
+    mean, variance = (torch.cat(t) for t in zip(*((r.mean(0), r.var(0, correction=0)) for r in rows), strict=True))
+    for found, g in rules(body, x.split([1, 0, 4]), labels.split([1, 0, 4])):
+        torch.testing.assert_close(found, [torch.tensor([2.0, 0, 3, 0]).double(), mean, variance, mean])
+        assert g.isfinite().all()
 
 
 STATISTICS = {

@@ -176,6 +176,10 @@ def test_half_precision_is_computed_in_float32(dtype, chunk_size):
         assert (found.double() - g).norm() < 3 * torch.finfo(dtype).eps / 2 * g.norm()
 
 
+def test_half_precision_on_tensor_cores(cores):
+    test_half_precision_is_computed_in_float32(torch.float16, 3)
+
+
 # ── transforms ───────────────────────────────────────────────────────────────────────────────────────────
 
 

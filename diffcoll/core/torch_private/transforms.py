@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 #: Whether a torch.func transform has wrapped x; no public API tells. The levels of a transform belong to one thread.
@@ -51,15 +51,3 @@ def is_in_dual_level() -> bool:
 def carries_tangents() -> bool:
     """Whether operations propagate tangents: within a level of forward mode, outside jvp rules and inference mode."""
     return is_in_dual_level() and torch._C._is_fwd_grad_enabled()
-
-
-def is_eager(*xs: Tensor) -> bool:
-    """Whether operations on xs are computed at once, with no derivative but reverse mode outside torch.func.
-
-    Then a Function without rules for vmap and forward mode may be applied, which calls kernels and writes in place.
-    """
-    if torch.compiler.is_compiling() or is_within_transform() or is_in_dual_level():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
-        return False
-    return all(type(x) in (Tensor, nn.Parameter) and not is_batched_by_autograd(x) for x in xs)
