@@ -105,14 +105,16 @@ def calls_of(name):
     f = getattr(dc, name)
     needed = {"pairs": RING} if name == "permute" else {}
     for argument in inspect.signature(f).parameters:
-        for both in ARGUMENTS.get(argument, []):
+        is_function = (name, argument) == ("scan", "op")  # or the sum, and no other op
+        for both in [("sum", torch.mul)] if is_function else ARGUMENTS.get(argument, []):
             yield lambda odd, argument=argument, both=both: f(x_(3, 3), **{**needed, argument: both[odd]})
 
 
 TREE = {"a": x_(3), "b": [x_(3).float()]}
 #: Calls that are made of others, or take trees: on rank 1 there is another collective instead.
 COMPOSED = [
-    *(partial(f, TREE) for f in (dc.all_reduce, dc.all_gather, dc.broadcast, dc.sum_gradients)),
+    *(partial(f, TREE) for f in (dc.all_reduce, dc.all_gather, dc.broadcast, dc.sum_gradients, dc.scan)),
+    partial(dc.scan, TREE, lambda before, own: own),
     *(partial(f, x_(3), sizes="auto") for f in (dc.all_gather, dc.gather)),
     partial(dc.all_gather, TREE, sizes="auto"),
     partial(dc.all_to_all, x_(3), split_sizes=[1, 1, 1], concat_sizes="auto"),
