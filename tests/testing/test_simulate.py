@@ -1,5 +1,6 @@
 """Simulated ranks: deterministic, deadlocks detected at once, cheap with many ranks."""
 
+import _thread
 import os
 import random
 import signal
@@ -326,7 +327,7 @@ def test_a_backward_after_the_ranks_have_ended():
 
 def test_threads_beside_the_ranks():
     """One that a rank starts is no rank; one that was there before is none either, and calls on one rank."""
-    ask, said = threading.Event(), []
+    ask, ended, said = threading.Event(), threading.Event(), []
 
     def before():
         ask.wait(10)
@@ -336,6 +337,9 @@ def test_threads_beside_the_ranks():
         said.append(
             (dist.get_rank(), dc.get_rank(), dc.get_world_size(), dist.get_process_group_ranks(dist.group.WORLD))
         )
+        refused()
+
+    def refused():
         for call in (total, lambda r: dist.all_reduce(torch.ones(1))):
             try:
                 call(1)
@@ -350,11 +354,13 @@ def test_threads_beside_the_ranks():
             thread = threading.Thread(target=started)
             thread.start()
             thread.join()
+            _thread.start_new_thread(lambda: (refused(), ended.set()), ())
+            assert ended.wait(10)
 
     older = threading.Thread(target=before)
     older.start()
     simulate(body, range(2))
-    assert said == [5, (1, 1, 2, [0, 1]), "no rank", "no rank"]
+    assert said == [5, (1, 1, 2, [0, 1]), *["no rank"] * 4]
 
 
 @pytest.mark.parametrize("thread", [threading.main_thread, threading.current_thread])

@@ -180,6 +180,19 @@ def averages_of_weights():
     return update, update, rows, {"module": nn.BatchNorm1d(3).double()}
 
 
+def with_a_frozen_number(change):
+    """It is `change()` after the call."""
+    module = layer(3, 2)
+    module.kept = nn.Parameter(torch.zeros(1, dtype=torch.double), requires_grad=False)
+
+    def loss(module, x):
+        with torch.no_grad():
+            module.kept += change()
+        return squares(module, x)
+
+    return summed(loss, module=module, ranks=EVEN)
+
+
 RIGHT = {
     **{f"{name}, order 2": with_more(make, order=2) for name, make in RIGHT_LOSSES.items()},
     "outputs of all kinds": outputs_of_all_kinds,
@@ -191,6 +204,7 @@ RIGHT = {
     "a step": step,
     "a step whose graph is freed": lambda: small_and_further(1),
     "a moving average": averages_of_weights,
+    "a frozen number": lambda: with_a_frozen_number(lambda: 0),
     "zero but for rounding": lambda: summed(torch.sum, lambda x: x.mean(0).sum() * 8, rows(8) - rows(8).mean(0)),
     "in single precision, with a tolerance": lambda: in_single_precision(tolerance=1e-5),
     "somebody sums later": partial(sequence, "said to be partial"),
@@ -230,18 +244,6 @@ def tiny_and_twice(factor=1e-3, dtype=torch.double):
         return (x[:, :2] * m.a).pow(2).sum() * 1e3 + n * (factor * (x[:, 1:] * m.b)).sin().sum()
 
     return summed(loss, batch=lambda n: rows(n, dtype=dtype), module=Numbers(dtype), ranks=EVEN, dtype=None)
-
-
-def a_frozen_number_that_only_ranks_change():
-    module = layer(3, 2)
-    module.kept = nn.Parameter(torch.zeros(1, dtype=torch.double), requires_grad=False)
-
-    def loss(module, x):
-        with torch.no_grad():
-            module.kept += several()
-        return squares(module, x)
-
-    return summed(loss, module=module, ranks=EVEN)
 
 
 def a_weight_that_is_an_argument():
@@ -289,7 +291,7 @@ WRONG = {
     "a count on rank 0 alone": (lambda: a_wrong_count(lambda x, n: len(x) if dc.get_rank() else n), "output"),
     "a wrong count": (lambda: a_wrong_count(lambda x, n: len(x) + 1000), r"output\[1\]: other numbers"),
     "a buffer of rank 0": (lambda: normalized(_on_rank_zero), "buffer running_var"),
-    "a frozen number": (a_frozen_number_that_only_ranks_change, "kept"),
+    "a frozen number": (lambda: with_a_frozen_number(several), "parameter kept"),
     "the wrong sign": (lambda: summed(lambda x: (-1) ** several() * (x**3).sum()), "-1 times that of one process"),
     "tiny and N times": (tiny_and_twice, f"b: {TWICE}"),
     "small in float32": (lambda: tiny_and_twice(0.1, torch.float), f"b: {TWICE}"),

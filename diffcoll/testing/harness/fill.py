@@ -94,7 +94,7 @@ class Held:
     name: str
     #: Positions among the numbers of the whole module, −1 where there is none.
     index: Tensor
-    requires_grad: bool = True
+    requires_grad: bool
     #: Groups of ranks over which something reduces the gradient.
     groups: tuple[tuple[int, ...], ...] = ()
     #: Whether this is the first name of a tied tensor.

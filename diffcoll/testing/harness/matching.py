@@ -187,7 +187,7 @@ class Matching(Check):
         fits = self._outputs(on, ranks, whole, tasks)
         tolerance = asked.tolerance or tolerance_of(self.tensors(batch))
         inputs = [span for span in spans if span.kind == "input"]
-        of_inputs = [[Held(s.name, s.start + part[s.name]) for part in each for s in inputs] for each in parts]
+        of_inputs = [[Held(s.name, s.start + part[s.name], True) for part in each for s in inputs] for each in parts]
         held = [[*given, *mine] for given, mine in zip(of_inputs, held, strict=True)]
         dtype = str(least_precise(self.tensors(batch))).removeprefix("torch.")
         words = f"{dtype}, tolerance {tolerance:.1g}"
@@ -213,7 +213,7 @@ class Matching(Check):
         n = ranks.size
         if self.subject.module is None or self.subject.shard is None:
             every = [(torch.arange(s.start, s.end).view(s.tensor.shape), s) for s in self.of_module]
-            return [[Held(s.name, index, first=s.first) for index, s in every]] * n, []
+            return [[Held(s.name, index, s.tensor.requires_grad, first=s.first) for index, s in every]] * n, []
         each, notes = ([self.distributed] * n, [ranks] * n), []
         try:
             held = self.machines.run(on, layout_on_rank, *each, [True] * n)
