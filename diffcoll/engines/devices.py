@@ -106,6 +106,5 @@ def expect_device(backend: str, operation: str = "spawn", argument: str = "backe
 
 def select_device(backend: str, rank: int) -> None:
     """Let ranks of such a backend use the accelerators of the host in turn, before their group is made."""
-    expect_device(backend)
     if needs_accelerator(backend):
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())

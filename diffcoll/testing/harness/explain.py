@@ -392,9 +392,10 @@ class _BesideOne(_Wrong):
         found = dict[str, float]()
         gradients = [q for q in self.run.quantities if q.group == "gradient" and not q.of_input]
         squares = {q.what.removeprefix("gradient of "): float(q.wanted.abs().square().sum()) for q in gradients}
+        pieces = [[[p.index.flatten() for p in mine] for mine in q.pieces] for q in gradients]
+        divided = [self.ranks.split([torch.cat([torch.arange(0), *mine]) for mine in each]) for each in pieces]
         for axis in self.ranks.axes:
-            held = [[c.index for c in q.compared] for q in gradients]
-            copies = [name for name, index in zip(squares, held, strict=True) if axis not in self.ranks.split(index)]
+            copies = [name for name, axes in zip(squares, divided, strict=True) if axis not in axes]
             if more := sum(squares[name] for name in copies) if len(copies) < len(squares) else 0.0:
                 factor = math.sqrt(1 + (self.ranks.sizes[axis] - 1) * more / sum(squares.values()))
                 words = f"a norm that counts {', '.join(copies)} once on each rank along {axis}"

@@ -263,10 +263,14 @@ class Matching(Check):
         own_losses = not any(m.own_backward for m in each)
         compared = partial(quantities, setting)
         found = Run(on, ranks, setting.tasks, each, compared(each), compared, own_losses, setting)
-        if any(not q.ok and differentiable(q.wanted) and q.error < math.inf for q in found.quantities):
-            samples = self.samples(found)
-            compared = partial(_with_samples, samples, setting)
+        for count in SAMPLES:
+            if not any(not q.ok and differentiable(q.wanted) and q.error < math.inf for q in found.quantities):
+                break
+            eps = eps_of(self.precision(setting.batch))
+            compared = partial(_with_samples, self.samples(found, count, eps), setting)
             found = replace(found, compared=compared, quantities=compared(each))
+            if eps == eps_of(torch.float64):
+                break
         found.quantities = with_losses_noted(found.quantities, ranks)
         trained = [q for q in found.quantities if q.group in TRAINED]
         if trained and all(q.ok for q in found.quantities) and not any(q.decided for q in trained):
@@ -313,16 +317,15 @@ class Matching(Check):
         dtypes = {least_precise(self.tensors(batch)), seen or torch.float64}
         return max(dtypes, key=eps_of)
 
-    def samples(self, run: Run) -> dict[str, tuple[Tensor, ...]]:
+    def samples(self, run: Run, count: int, eps: float) -> dict[str, tuple[Tensor, ...]]:
         """Return what one process has of each quantity with other last digits of inputs, parameters and buffers."""
         assert run.setting is not None
         batch, found = run.setting.batch, dict[str, tuple[Tensor, ...]]()
-        eps = eps_of(self.precision(batch))
-        for k in range(SAMPLES):
+        for k in range(count):
             jittered = replace(run.setting, whole=self.whole(batch, experiment=Perturbed(k, eps)))
             for q in quantities(jittered, run.measured):
                 found[q.what] = (*found.get(q.what, ()), q.wanted)
-        return {what: each for what, each in found.items() if len(each) == SAMPLES}
+        return {what: each for what, each in found.items() if len(each) == count}
 
 
 def _with_samples(
