@@ -89,6 +89,6 @@ def test_the_power_of_a_dtype(dtype):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", LEAST, ids=str)
 def test_some_programs(dtype):
-    for seed in range(6):
+    for seed in (*range(6), 68, 424):  # of the last two, the noise of few samples is too small
         assert verdict(in_dtype(fuzzed(seed, wrong=False), dtype)) != "wrong"
     assert sum(verdict(in_dtype(fuzzed(seed, wrong=True), dtype)) == "wrong" for seed in range(6)) >= 3
