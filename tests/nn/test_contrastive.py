@@ -302,7 +302,7 @@ def test_the_margin_of_several_keys():
 def test_negatives_of_all_queries_of_a_rank(options, decouple):
     """They are no other rank's; of different numbers, some left out; no tensor has b · K rows, nor b · K · D numbers."""
     x, y, *_ = batch(8)
-    sizes, numbers = (3, 0, 4, 1), (20, 3, 0, 2)
+    sizes, numbers = (3, 0, 4, 1), (0, 3, 20, 2)
     pools, masks = zip(
         *((data(k, 6, seed=k), data(b, k) > 0.4) for b, k in zip(sizes, numbers, strict=True)), strict=True
     )
