@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +22,11 @@ COMPARED: dict[str, dict[str, Callable[[int], Steps]]] = {
     "clip": {"CLIP, 1,024 pairs a rank of 512 dimensions": losses.clip},
     "grad_cache": {"an encoder of 8 layers and InfoNCE, 1,024 pairs a rank of 512 dimensions": losses.grad_cache},
     "vocabulary": {"cross-entropy of 1,024 tokens, 8,192 words on all ranks": losses.vocabulary},
-    "batch_norm": {"15 convolutions with batch norm, 4 images of 32 × 32 a rank": losses.batch_norm},
+    "batch_norm": {
+        "15 convolutions with batch norm, 4 images of 32 × 32 a rank": losses.batch_norm,
+        "SyncBatchNorm of (2, 512, 7, 7)": partial(losses.batch_norm_layer, (2, 512, 7, 7)),
+        "SyncBatchNorm of (64, 256, 56, 56)": partial(losses.batch_norm_layer, (64, 256, 56, 56)),
+    },
     "averager": training.MODELS,
 }
 NAMES = (*COLLECTIVES, *COMPARED)

@@ -159,3 +159,18 @@ def batch_norm(rank: int, images: int = 4) -> Steps:
         "diffcoll.nn.SyncBatchNorm": dc.nn.SyncBatchNorm,
     }
     return {name: partial(step, network(norm)) for name, norm in norms.items()}
+
+
+def batch_norm_layer(shape: tuple[int, ...], rank: int) -> Steps:
+    """One layer alone: of few values a channel, where calls cost, and of many, where memory does."""
+    torch.manual_seed(rank)
+    x = torch.randn(shape, requires_grad=True)
+
+    def step(model: nn.Module) -> None:
+        y = model(x)
+        torch.autograd.grad(y, x, y.detach())
+
+    return {
+        "BatchNorm2d and messages": partial(step, LocalNorm(shape[1])),
+        "diffcoll.nn.SyncBatchNorm": partial(step, dc.nn.SyncBatchNorm(shape[1])),
+    }

@@ -30,7 +30,7 @@ from diffcoll.core import expect
 from diffcoll.core.dtypes import wider
 from diffcoll.core.errors import message
 from diffcoll.core.groups import collectives_only, get_world_size
-from diffcoll.core.torch_private.tensors import BatchNormBase, batch_norm_sums
+from diffcoll.core.torch_private.tensors import BatchNormBase, batch_norm_sums, move_each
 from diffcoll.engines.types import Group
 from diffcoll.nn.in_group import InGroup
 
@@ -128,9 +128,10 @@ def _track(running: Running, local: int, n: Tensor, mean: Tensor, var: Tensor) -
         running.batches.add_(1 if local else (n > 0).long().squeeze())
         if running.momentum is None:
             factor = (1 / running.batches.clamp(min=1)).to(running.mean.dtype)
-    unbiased = torch.addcdiv(var, var, (n - 1).clamp(min=1))
-    for old, new in ((running.mean, mean), (running.var, unbiased)):
-        old.lerp_((new if local else torch.where(n > 0, new, old)).to(old.dtype), factor)
+    unbiased = torch.addcdiv(var, var, n - 1 if local > 1 else (n - 1).clamp(min=1))
+    old = [running.mean, running.var]
+    new = [(y if local else torch.where(n > 0, y, x)).to(x.dtype) for x, y in zip(old, (mean, unbiased), strict=True)]
+    move_each(old, new, [factor, factor] if isinstance(factor, Tensor) else factor)
 
 
 def batch_norm(
@@ -140,8 +141,6 @@ def batch_norm(
     if x.numel() == x.shape[1] and get_world_size(group) == 1:
         got = f"one value per channel, shape {tuple(x.shape)}"
         raise ValueError(message(_NAME, "x", got, "more than 1 value when training", "call module.eval()"))
-    if x.is_meta:  # a shape is wanted
-        return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
     fused = x.device.type in _KERNELS and not collectives_only(group)
     y: Tensor = (_Fused.apply if fused else _composed)(x, weight, bias, eps, group, running)
     return y
@@ -168,19 +167,22 @@ def _moments(x: Tensor, group: Group, running: Running | None = None) -> tuple[T
     else:
         mean, var = x.sum(dims), x.square().sum(dims)  # zeros, whose derivatives depend on x as those of others do
     row = torch.cat([mean, var, torch.full((1,), local, dtype=x.dtype, device=x.device)])
-    n, mean, var = _merged(all_gather(row, stack=True, group=group, grad_placement="replicate"))
+    n, mean, var = _merged(all_gather(row, stack=True, group=group, grad_placement="replicate"), local)
     if running is not None:
         _track(running, local, n.detach(), mean.detach(), var.detach())
     mean, var = sum_gradients(torch.stack([mean, var]), group=group).unbind()
     return n, mean, var
 
 
-def _merged(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return n, mean and variance of all ranks; from differences of means, so that large ones lose no digits."""
+def _merged(rows: Tensor, local: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return n, mean and variance of all ranks, of which this one has `local` values of each channel.
+
+    From differences of means, so that large ones lose no digits. Launches count: each operation is of C numbers.
+    """
     c = rows.shape[1] // 2
     means, variances, counts = rows.split_with_sizes([c, c, 1], 1)
     n = counts.sum(0)
-    share, d = counts / n.clamp(min=1), means - means[0]
+    share, d = counts / (n if local else n.clamp(min=1)), means - means[0]
     offset = (share * d).sum(0)  # no matmul, which may round to TF32
     e = d - offset
     return n, means[0] + offset, (share * torch.addcmul(variances, e, e)).sum(0)
@@ -254,7 +256,7 @@ class _Fused(Function):
         else:
             row = x.new_zeros(2 * x.shape[1] + 1, dtype=dtype)
         rows = all_gather(row, stack=True, group=group)
-        n, mean, var = _merged(rows)
+        n, mean, var = _merged(rows, local)
         if running is not None:
             _track(running, local, n, mean, var)
         invstd = (var + eps).rsqrt()

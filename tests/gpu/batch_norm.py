@@ -67,7 +67,7 @@ def batch_norm(rank):
 @row(2, alone=True)
 def batch_norm_kernels(rank):
     """Kernels other than NCCL's in a forward and backward, and memory in inputs, against torch.nn's."""
-    shapes = ((64, 256, 56, 56), (32, 64, 28, 28)) if rank.on_gpu else ((4, 8, 6, 6),)
+    shapes = ((64, 256, 56, 56), (32, 64, 28, 28), (2, 512, 7, 7)) if rank.on_gpu else ((4, 8, 6, 6),)
     for shape, dtype, layout in itertools.product(shapes, (torch.float32, torch.bfloat16), LAYOUTS):
         make = torch.Generator(rank.device).manual_seed(1)
         x, g = (torch.randn(shape, device=rank.device, generator=make).to(dtype) for _ in range(2))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from references import data, holds
 from runs import gloo, profiled, rules
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -159,6 +160,38 @@ def test_an_empty_whole_batch_changes_nothing():
         return (layer.weight.grad == 0).all() and x.grad.shape == x.shape
 
     assert all(rules(body, [data(0, 3, 2)] * 3))
+
+
+def test_the_statistics_of_one_value():
+    """One rank has it: as of a constant channel, not by a division by 0."""
+
+    def body(x):
+        layer = norm(momentum=1.0)
+        layer(x)
+        return layer.running_mean.tolist(), layer.running_var.tolist()
+
+    assert (
+        rules(body, [data(0, 3), torch.tensor([[1.0, 2.0, 3.0]]).double(), data(0, 3)]) == [([1, 2, 3], [0, 0, 0])] * 3
+    )
+
+
+def test_launches():
+    """Of forward, kernels on a GPU; a small layer takes as long as they do."""
+
+    class Launches(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            self.number += not f.is_view
+            return f(*args, **(kwargs or {}))
+
+    def body(x):
+        layer = norm()
+        with Launches() as launches:
+            layer(x.requires_grad_())
+        return launches.number
+
+    assert rules(body, [data(2, 3, 4), data(3, 3, 4)]) == [23] * 2
 
 
 def test_on_the_meta_device():

@@ -4,7 +4,6 @@ import logging
 import runpy
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from diffcoll.testing.cases import table
 
 pytestmark = pytest.mark.filterwarnings("ignore:.?torch.distributed:FutureWarning")
 WIDTH = 16
+f = dc.nn.functional
 
 
 # ── programs, of a rank, the number of ranks, and what this rank does wrong ──────────────────────────────
@@ -187,21 +187,43 @@ def test_programs(program, n, bug):
         simulate(program, range(n), [n] * n, bugs)
 
 
-def layers_and_losses(x, y):
-    """What nn, averaging and composed functions return of two batches of features."""
-    f, one, labels = dc.nn.functional, torch.ones(()), torch.ones(len(x), dtype=torch.int64)
-    yield from (loss(x, y, one) for loss in (f.clip_loss, partial(f.siglip_loss, logit_bias=one)))
-    yield from (loss(x, y) for loss in (f.info_nce_loss, f.nt_xent_loss, f.barlow_twins_loss, f.vicreg_loss))
-    yield from (f.supcon_loss(x, labels), f.koleo_loss(x), f.token_mean(x[:, 0]), f.dice_loss(x, y.detach()))
-    yield from (
-        f.vocab_parallel_cross_entropy(x, y, labels),
-        dc.nn.SyncBatchNorm(4)(x),
-        dc.gather_batch([x, y]).tree[1],
-    )
-    yield from (torch.stack([block.sum() for _, block in dc.ring(x)]), dc.halo_exchange(x, 0, 1, 1))
+#: What a rank does of a call: (forward, backward).
+SKIPPED = (False, False), (True, False)
+
+
+def averaged(x):
     module = nn.Linear(4, 2)
     dc.GradientAverager(module.parameters()).backward(module(x).square().mean())
-    yield module.weight
+    return module.weight
+
+
+def labels(x):
+    return torch.ones(len(x), dtype=torch.int64)
+
+
+#: What nn, averaging and composed functions return of two batches of features.
+LAYERS_AND_LOSSES = [
+    lambda x, y: f.clip_loss(x, y, torch.ones(())),
+    lambda x, y: f.siglip_loss(x, y, torch.ones(()), logit_bias=torch.ones(())),
+    lambda x, y: f.info_nce_loss(x, y),
+    lambda x, y: f.nt_xent_loss(x, y),
+    lambda x, y: f.supcon_loss(x, labels(x)),
+    lambda x, y: f.barlow_twins_loss(x, y),
+    lambda x, y: f.vicreg_loss(x, y),
+    lambda x, y: f.koleo_loss(x),
+    lambda x, y: f.token_mean(x[:, 0]),
+    lambda x, y: f.dice_loss(x, y.detach()),
+    lambda x, y: f.vocab_parallel_cross_entropy(x, y, labels(x)),
+    lambda x, y: dc.nn.SyncBatchNorm(4)(x),
+    lambda x, y: dc.gather_batch([x, y]).tree[1],
+    lambda x, y: torch.stack([block.sum() for _, block in dc.ring(x)]),
+    lambda x, y: dc.halo_exchange(x, 0, 1, 1),
+    lambda x, y: averaged(x),
+]
+
+
+def batches():
+    return [torch.ones(3, 4, requires_grad=True) for _ in range(2)]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -212,13 +234,35 @@ def test_the_library(n):
         with torch.device(device):
             xs = [torch.ones(case.shapes[r], dtype=torch.double, requires_grad=True) for case in table(n)]
             found = [case.call(x, r) for case, x in zip(table(n), xs, strict=True)]
-            x, y = (torch.ones(3, 4, requires_grad=True) for _ in range(2))
-            found += layers_and_losses(x, y)
+            x, y = batches()
+            found += [call(x, y) for call in LAYERS_AND_LOSSES]
             for z in found:
                 z.sum().backward()
             return [z.shape for z in found], [x.grad.shape for x in (*xs, x)]
 
     assert simulate(body, range(n), ["meta"] * n) == simulate(body, range(n), ["cpu"] * n)
+
+
+def test_what_a_rank_skips_is_found():
+    """Of every collective, layer and loss: the call, or its backward, wherever ranks with memory would wait for it."""
+
+    def body(r, device, run, runs, differentiates):
+        with torch.device(device):
+            y = run(r) if runs else torch.ones((), requires_grad=True)
+            if differentiates:
+                y.sum().backward()
+
+    def hangs(device, run, *does):
+        try:
+            simulate(body, range(3), [device] * 3, [run] * 3, *([what, True, True] for what in does))
+        except dc.CollectiveMismatchError:
+            return True
+        return False
+
+    calls = [lambda r, case=case: case.call(torch.ones(case.shapes[r], requires_grad=True), r) for case in table(3)]
+    for run in (*calls, *(lambda r, call=call: call(*batches()) for call in LAYERS_AND_LOSSES)):
+        found, right = ([hangs(device, run, *does) for does in SKIPPED] for device in ("meta", "cpu"))
+        assert found == right and right[0]
 
 
 @pytest.mark.slow
@@ -347,9 +391,6 @@ def test_before_the_wait():
 
 
 def exchanged(x, name):
-    """Messages of two ranks, where this release of PyTorch has them."""
-    if "batch_p2p_ops" not in dir(torch.ops._c10d_functional):
-        return dc.all_reduce(x)
     peers = [1 - dist.get_rank()] * 2
     both = torch.ops._c10d_functional.batch_p2p_ops(["isend", "irecv"], peers, [0, 0], [x, x * 1], name)
     return [fc.wait_tensor(y) for y in both][1]
@@ -359,6 +400,11 @@ def with_autograd(x, name):
     halves = [len(x) // 2] * 2
     with torch.inference_mode():
         return fc.wait_tensor(torch.ops._c10d_functional_autograd.all_to_all_single(x, halves, halves, name))
+
+
+def has_kernel(name, key):
+    found = torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    return pytest.mark.skipif(not found, reason=f"this release of PyTorch has no {name}")
 
 
 FUNCTIONAL = [
@@ -371,8 +417,10 @@ FUNCTIONAL = [
     lambda x, name: fc.all_gather_into_tensor_coalesced([x], name)[0],
     lambda x, name: fc.reduce_scatter_tensor_coalesced([x], "sum", [0], name)[0],
     lambda x, name: torch.ops._dtensor.shard_dim_alltoall(x.view(2, -1), 0, 1, name),
-    exchanged,
-    with_autograd,
+    pytest.param(exchanged, marks=has_kernel("_c10d_functional::batch_p2p_ops", "Meta")),
+    pytest.param(
+        with_autograd, marks=has_kernel("_c10d_functional_autograd::all_to_all_single", "CompositeExplicitAutograd")
+    ),
 ]
 
 

@@ -56,6 +56,7 @@ NAMES = {
         "torch.Tensor._post_accumulate_grad_hooks": "the same",
         "torch.Tensor._version": "whether a tensor was modified",
         "torch._foreach_copy_": "many copies in one call",
+        "torch._foreach_lerp_": "running statistics in one call",
         "torch._C._storage_Use_Count": "who holds a gradient",
         "torch.UntypedStorage._cdata": "the same",
     },

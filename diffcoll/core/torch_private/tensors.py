@@ -50,6 +50,9 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 #: Copy each tensor of the second list into that of the first; no public function does it in one call.
 copy_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 
+#: Move each tensor of the first list towards that of the second by a weight, or by weights; in one launch, as above.
+move_each: Callable[[list[Tensor], list[Tensor], float | list[Tensor]], None] = torch._foreach_lerp_
+
 
 def storage_uses(x: Tensor) -> int:
     """Return the number of references to the storage of x, its own included; no public API tells.
