@@ -107,10 +107,10 @@ def test_random_streams():
     """Those of real processes with this seed and rank; the caller's generators are not changed."""
 
     def body(r):
-        first = torch.rand(1).item(), random.random(), np.random.randn()  # NumPy draws two, and keeps one
+        first = torch.rand(1).item(), random.gauss(), np.random.randn()  # Python and NumPy draw two, and keep one
         for _ in range(2):
             dc.all_reduce(torch.ones(1))
-        return *first, torch.rand(1).item(), random.random(), np.random.randn(), np.random.rand()
+        return *first, torch.rand(1).item(), random.gauss(), random.random(), np.random.randn(), np.random.rand()
 
     def state():
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
@@ -120,7 +120,7 @@ def test_random_streams():
     assert state() == before
     assert streams == simulate(body, range(3)) == spawn(body, range(3))
     assert others == spawn(body, range(3), seed=1)
-    assert len({number for stream in streams + others for number in stream}) == 42
+    assert len({number for stream in streams + others for number in stream}) == 48
 
 
 def test_random_streams_of_which_one_rank_draws():
@@ -168,8 +168,11 @@ def test_the_variables_of_a_launcher_and_the_default_group(call, monkeypatch):
 
     def body(r):
         first = {name: os.environ[name] for name in LAUNCHER}
+        if r == 1:
+            del os.environ["LOCAL_WORLD_SIZE"]
         dc.all_reduce(torch.ones(1))
-        assert first == {name: os.environ[name] for name in LAUNCHER}
+        assert {name: os.environ.get(name, "3") for name in LAUNCHER} == first
+        assert ("LOCAL_WORLD_SIZE" in os.environ) == (r != 1)
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (r, 3, "gloo")
         return [first[name] for name in LAUNCHER[:5]], os.getcwd(), torch.get_num_threads()
 
