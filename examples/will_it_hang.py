@@ -1,6 +1,6 @@
 """64 ranks without memory: tensor × data parallelism by DTensor, in which one rank skips a layer.
 
-python examples/will_it_hang.py [--rank -1]    --rank: the one that skips it; -1: none
+python examples/will_it_hang.py [29]    the rank that skips it; -1: none
 """
 
 import sys

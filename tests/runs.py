@@ -76,6 +76,10 @@ def new_group(ranks):
     return torch.distributed.GroupMember.NON_GROUP_MEMBER if group is None else group
 
 
+#: The second engine, for long tests of what an engine does not change; `make test-slow`.
+MPI_TOO = pytest.param("mpi", marks=pytest.mark.slow)
+
+
 def runs_on(*names):
     """What the fixture `run` is: one test for each name."""
     return pytest.mark.parametrize("run", names, indirect=True)

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from runs import spawned
+from runs import MPI_TOO, spawned
 from torch.utils.checkpoint import checkpoint
 
 import diffcoll as dc
@@ -27,7 +27,7 @@ def step_in_a_region(case, rank, x):
         return step(case, rank, x, joint)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", MPI_TOO])
 def test_nothing_is_kept(backend):
     """Without the garbage collector, every tensor of a step is freed when its last reference is dropped."""
 
@@ -69,7 +69,7 @@ def train(r):
         pass
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", MPI_TOO])
 def test_a_step_leaves_nothing(backend):
     """No object, thread or open file."""
 

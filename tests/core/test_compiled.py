@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from releases import compiles, generated, one_graph
-from runs import python, refusal, rules, runs_on, spawned, truth
+from runs import MPI_TOO, python, refusal, rules, runs_on, spawned, truth
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.tensor import Replicate
@@ -72,7 +72,7 @@ def test_the_whole_table_in_one_graph(n, compiler, select):
             assert error < 1e-12, what
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", MPI_TOO])
 def test_ranks_may_be_compiled_or_not(backend):
     """With `async_op` all ranks are, or none is."""
     table = [case for case in properties.once(cases.table(3)) if "async_op" not in case.arguments]
@@ -351,7 +351,7 @@ def test_a_pending_crosses_the_boundary_of_a_graph():
     spawn(body, range(2), timeout=200)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", MPI_TOO])
 def test_check_mode_compares_what_is_compiled(backend):
     """Enabled after the graphs were compiled."""
 

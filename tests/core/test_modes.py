@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from runs import refusal, rules, runs_on
+from runs import MPI_TOO, refusal, rules, runs_on
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -133,7 +133,7 @@ class Functions(TorchFunctionMode):
         return f(*args, **(kwargs or {}))
 
 
-@runs_on("rules", "gloo", "mpi")
+@runs_on("rules", "gloo", MPI_TOO)
 @pytest.mark.parametrize("checked", [False, True])
 def test_modes_see_nothing_inside_a_collective(run, checked):
     """Also on some ranks only: they send the same messages as the others."""

@@ -194,7 +194,7 @@ def run(seeds):
 
 
 def test_some_programs():
-    assert run(range(12)) > 6
+    assert run(range(5)) > 2
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ spawn(f, range(2))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_their_caller(number):
     """And what they have started, whatever ends the caller."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
