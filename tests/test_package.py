@@ -1,7 +1,9 @@
 """What users install, and what is said about it."""
 
 import re
+import shutil
 import subprocess
+import tomllib
 import zipfile
 
 import pytest
@@ -11,9 +13,17 @@ from test_notes import blocks
 import diffcoll
 
 
+def build(kind, tree):
+    """Build an sdist or a wheel of a folder, and return its path."""
+    (tree / "dist").mkdir()
+    python("-W", "ignore", "-c", f"from setuptools import build_meta; build_meta.build_{kind}('dist')", cwd=tree)
+    (path,) = (tree / "dist").iterdir()
+    return path
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The wheel, and the names of what git tracks, of which it is built."""
+    """The wheel, built of the sdist, and the names of what git tracks, of which that is built."""
     pytest.importorskip("setuptools", minversion="77")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
@@ -23,10 +33,11 @@ def built(tmp_path_factory):
     for name in names:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes((ROOT / name).read_bytes())
-    (tree / "dist").mkdir()
-    python("-W", "ignore", "-c", "from setuptools import build_meta; build_meta.build_wheel('dist')", cwd=tree)
-    (wheel,) = (tree / "dist").glob("*.whl")
-    return wheel, names
+    shutil.unpack_archive(build("sdist", tree), tree / "unpacked", filter="data")
+    (unpacked,) = (tree / "unpacked").iterdir()
+    left_out = {name for name in names if not (unpacked / name).is_file()}
+    assert left_out == {name for name in names if name.startswith((".ci/", ".gitignore"))}
+    return build("wheel", unpacked), names
 
 
 def test_the_wheel_has_the_library_alone(built):
@@ -66,6 +77,18 @@ def test_a_newcomer(built, tmp_path):
         assert f"rank {rank} of 2: y = [2.0, 2.0], gradient [2.0, 2.0]" in printed
     verify = "-m", "diffcoll", "verify", "--only", "split", "--world-size", "1"
     assert "calls are right" in python(*verify, **found).stdout
+
+
+def test_ci_runs_what_the_package_accepts():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pythons = [name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    (torch_,) = project["dependencies"]
+    matrix = f"""
+        python: ["{'", "'.join(pythons)}"]
+        torch: ["{torch_.replace(">", "=")}.*", "torch"]
+"""
+    assert matrix in (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    assert project["requires-python"] == f">={pythons[0]}"
 
 
 def test_the_citation_is_of_this_version():
