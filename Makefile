@@ -49,7 +49,7 @@ mutants: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run $(ARGS)
 
 test-frameworks: .venv-frameworks/ready
-	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
+	.venv-frameworks/bin/python -m pytest tests/frameworks tests/test_package.py::test_a_job $(ARGS)
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -q -W -n notes build/docs $(ARGS)
