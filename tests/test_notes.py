@@ -111,9 +111,9 @@ def test_links_lead_to_files_and_headings(path):
 
 
 def test_mentioned_notes_exist():
-    """Docstrings, comments, error texts and pages name notes by their path; each is there."""
-    folders = [ROOT / name for name in ("diffcoll", "notes", "tests", "examples", "benchmarks")]
-    paths = [path for folder in folders for kind in ("*.py", "*.md") for path in folder.rglob(kind)]
+    """Docstrings, comments, error texts, pages and issue forms name notes by their path; each is there."""
+    folders = [ROOT / name for name in ("diffcoll", "notes", "tests", "examples", "benchmarks", ".github")]
+    paths = [path for folder in folders for kind in ("*.py", "*.md", "*.yml") for path in folder.rglob(kind)]
     found = {
         (str(path.relative_to(ROOT)), note)
         for path in [ROOT / "README.md", *paths]
