@@ -90,7 +90,10 @@ def test_note_rule_and_truth_go_together(name):
 
 #: Pages whose links are checked: those of the notes, the first one, and what only developers read.
 LINKING = sorted(
-    [*NOTES.rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"))]
+    [
+        *NOTES.rglob("*.md"),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md")),
+    ]
 )
 
 

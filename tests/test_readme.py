@@ -1,5 +1,6 @@
 """README, notes and examples run and are consistent with the code."""
 
+import ast
 import contextlib
 import io
 import re
@@ -67,6 +68,19 @@ def test_the_public_api_is_one_list():
         if name in COLLECTIVES:
             for part in (">>>", "Args:", "Returns:", "Raises:", "Source: notes/collectives/"):
                 assert part in value.__doc__, (name, part)
+
+
+def test_the_index_of_the_examples():
+    folder = ROOT / "examples"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.*?)\]\(\1\) \| (.*?) \|(?: `(.*?)` \|)?$", text, re.MULTILINE)
+    sources = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    first_lines = {name: ast.get_docstring(ast.parse(source)).split("\n")[0] for name, source in sources.items()}
+    assert {name: about for name, about, _ in rows} == first_lines
+    for name, _, command in rows:
+        assert command.startswith(f"python examples/{name}") == ("__main__" in sources[name])
+        assert command in sources[name]
+    assert {*re.findall(r"\bexamples/(\w+\.py)", text)} <= {*sources}
 
 
 #: Trainings, and the scores that their models exceed; of raw pixels, nearest neighbours have 71 %.
