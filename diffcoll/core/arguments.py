@@ -179,9 +179,13 @@ class Call:
         name = spelled(op)
         reduction = None if name is None else REDUCTIONS.get(name)
         if reduction is None:
-            remedy = "f(dc.all_gather(x, stack=True)) reduces by a function f" if callable(op) else expect.of_group(op)
+            remedy = ""
             if str(name).lower() in ("band", "bor", "bxor"):
                 remedy = 'reduce bool tensors with "min" (all) or "max" (any); bits have no derivative'
+            elif callable(op):
+                remedy = "f(dc.all_gather(x, stack=True)) reduces by a function f"
+            elif not isinstance(op, str):  # for which Dynamo could not trace this
+                remedy = expect.of_group(op)
             raise self.error("op", _OPS, remedy, got=name)
         self.dtype(x, reduction.needs)
         self.arguments["op"] = reduction.name

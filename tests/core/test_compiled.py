@@ -405,10 +405,10 @@ def test_wrong_calls_and_transforms_around_a_graph():
             return joint(summed(x))
 
     wrong = [
+        ("all_reduce: op: ", lambda x: dc.all_reduce(x, "summ")),
         ("joint_backward", in_region),
         ("all_reduce", torch.func.grad(summed)),
         ("all_reduce", lambda x: torch.func.jvp(summed, (x,), (x,))),
-        ("all_reduce: op: ", lambda x: dc.all_reduce(x, "mode")),
         ("broadcast: src: ", lambda x: dc.broadcast(x, src=2)),
     ]
 
@@ -419,6 +419,9 @@ def test_wrong_calls_and_transforms_around_a_graph():
     for texts, after in spawn(body, range(2), timeout=110):
         assert all(named in text for (named, _), text in zip(wrong, texts, strict=True))
         assert after == [3, -1]
+    # Without a test's imports, in which Dynamo traces less.
+    code = "import torch, diffcoll as dc; torch.compile(dc.all_reduce, fullgraph=True)(torch.ones(2), 'summ')"
+    assert "all_reduce: op: got summ" in python("-c", code, returns=1).stderr
 
 
 def test_a_graph_refuses_to_run_where_it_would_be_wrong():
