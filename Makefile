@@ -9,7 +9,7 @@
 # make test-hosts    on hosts made of network namespaces: a cable is pulled, a rank killed; needs root and iproute2
 # make docs    the site of the notes and the reference, in build/docs/index.html; a warning is an error
 # Each but test-gpu on a GPU builds .venv itself when it is missing or older than what it is made from.
-# TORCH=2.15.0 with any of them: on that release of PyTorch, in .venv-torch, which holds one release at a time.
+# TORCH=2.15.0 with any of them but test-frameworks: on that release of PyTorch, in .venv-torch, which holds one release at a time.
 
 PYTHON ?= python3
 ARGS ?=

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.sum_gradients import sum_gradients
-from diffcoll.core import expect
+from diffcoll.core import check_mode, expect
 from diffcoll.core.arguments import Sizes
-from diffcoll.core.errors import message
+from diffcoll.core.errors import message, user_line
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import assert_in_graph, is_known, is_traced
 from diffcoll.core.torch_private.transforms import is_within_transform, without_transforms
@@ -101,7 +101,7 @@ def vocab_parallel_cross_entropy(
         TypeError, ValueError: an argument is invalid, or a target is outside the vocabulary (a RuntimeError on an
             accelerator and in compiled functions).
         CollectiveMismatchError: on all ranks, with sizes="auto", if they differ in D, or in whether hidden needs a
-            gradient.
+            gradient; in check mode, if hidden or target differ.
 
     Source: notes/training/vocab-parallel.md.
     """
@@ -117,6 +117,12 @@ def vocab_parallel_cross_entropy(
     bias = biases[0] if biases else None
     _check_shapes(states, w, target, bias)
     engine = resolve(group, _NAME)
+    if check_mode.compares(engine):  # ranks with other tokens send equal messages
+        facts = f"{_NAME}(hidden={tuple(hidden.shape)}, {label_smoothing=}, {z_loss=}, {ignore_index=}, {reduction=})"
+        check_mode.compare(engine, facts, lambda: f"{facts} at {user_line()}")
+        remedy = "the ranks of a tensor-parallel group get the same tokens"
+        check_mode.same_everywhere(engine, without_transforms(target), lambda: f"{_NAME}: target", remedy)
+        check_mode.same_everywhere(engine, without_transforms(states), lambda: f"{_NAME}: hidden", remedy)
     lengths = sizes_of_ranks(_NAME, engine, w, sizes, [[states]])
     first, total = sum(lengths[: engine.rank]), sum(lengths)
     index = target.reshape(-1).long()  # ignore_index may have no value in a small dtype

@@ -208,3 +208,20 @@ def test_a_target_outside_the_vocabulary_is_an_error_on_all_ranks(bad):
             ours(H, w, target=TARGET.masked_fill(TARGET == 8, bad))
 
     rules(body, W.split([4, 5]))
+
+
+@pytest.mark.parametrize("differs", ["target", "hidden", "reduction"])
+def test_ranks_with_different_tokens_in_check_mode(differs):
+    """Equal ones pass."""
+    hidden, weight, _ = numbers()
+
+    def body(r, weight):
+        given = {"hidden": hidden + r * (differs == "hidden"), "target": TARGET.clone()}
+        given["target"][0] = r * (differs == "target")
+        reduction = "sum" if r and differs == "reduction" else "mean"
+        with dc.check_mode():
+            ours(hidden, weight)
+            with pytest.raises(dc.CollectiveMismatchError, match="vocab_parallel_cross_entropy"):
+                ours(given["hidden"], weight, target=given["target"], reduction=reduction)
+
+    rules(body, range(2), weight.split([4, len(weight) - 4]))
