@@ -74,7 +74,7 @@ __all__ = [
     "truth",
 ]
 
-__version__ = "1.0.0rc1"
+__version__ = "1.0.0"
 
 
 #: Names that are imported when they are first used, so that `import diffcoll` stays fast, and their modules.
