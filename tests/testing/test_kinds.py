@@ -284,14 +284,15 @@ def test_data_of_small_seeds():
 # ── cuts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_lines_that_cut_the_graph():
-    """A collective under no_grad is one; a value that is logged is none."""
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_lines_that_cut_the_graph(inside):
+    """A collective under no_grad is one, of what is computed there, too; a value that is logged is none."""
     logged = []
 
     def distributed(x):
         own = x.sum(0)
         with torch.no_grad():
-            total = dc.all_reduce(own)
+            total = dc.all_reduce(torch.stack([x.sum(0)]).squeeze(0) if inside else own)
         loss = (total * x).sum()
         logged.append(loss.detach())
         return loss

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,13 +49,14 @@ _WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch.overrides", __
 def recorded() -> Iterator[Cuts]:
     """Record the lines at which this thread takes tensors out of the autograd graph."""
     cuts: Cuts = {}
+    detaches = Detaches(cuts)
 
     def on_call(frame: FrameType, event: str, _: object) -> None:
         codes = _COLLECTIVES if torch.is_grad_enabled() else _COLLECTIVES | _OURS
         name = codes.get(frame.f_code) if event == "call" else None
         given = tree_flatten(list(frame.f_locals.values()))[0] if name else []
-        if any(isinstance(x, Tensor) and x.requires_grad for x in given) and not _is_intended(frame):
-            what = "runs under no_grad, with a tensor that requires a gradient"
+        if any(map(detaches.has_gradient, given)) and not _is_intended(frame):
+            what = "runs under no_grad, with a tensor that requires a gradient, or would"
             if torch.is_grad_enabled():
                 what = "cuts the graph: it took or filled a tensor that requires a gradient, outside of autograd"
             cuts[f"{name} at {Origin('', frame=frame).line} {what}"] = False
@@ -62,7 +64,7 @@ def recorded() -> Iterator[Cuts]:
     before = sys.getprofile()
     sys.setprofile(on_call)
     try:
-        with Detaches(cuts):
+        with detaches:
             yield cuts
     finally:
         sys.setprofile(before)
@@ -96,6 +98,8 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 class Detaches(TorchFunctionMode):
     """Looks at the lines of the user's that call `detach()` or read `.data`, for tensors that require a gradient.
 
+    And at what is computed from these under no_grad.
+
     Args:
         cuts: what records them. None: they keep the graph, to find out whether they lose the gradient.
         kept: the lines whose calls keep it; None: all.
@@ -104,6 +108,11 @@ class Detaches(TorchFunctionMode):
     def __init__(self, cuts: Cuts | None = None, kept: Collection[str] | None = None) -> None:
         super().__init__()
         self._cuts, self._kept = cuts, kept
+        self._computed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+    def has_gradient(self, x: object) -> bool:
+        """Whether x requires a gradient, or would but for no_grad."""
+        return isinstance(x, Tensor) and (x.requires_grad or self._computed.get(id(x)) is x)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -117,4 +126,8 @@ class Detaches(TorchFunctionMode):
                     self._cuts[line] = True
                 elif self._kept is None or line in self._kept:
                     return args[0].clone()
-        return func(*args, **(kwargs or {}))
+        y = func(*args, **(kwargs or {}))
+        if self._cuts is not None and not torch.is_grad_enabled() and isinstance(y, Tensor):
+            if any(map(self.has_gradient, tree_flatten(list(args))[0])):
+                self._computed[id(y)] = y
+        return y

@@ -77,7 +77,7 @@ def first_differences(
             break
     for name, wanted in whole.gradients.items():
         if all(_differs(factor * wanted, [t.gradients.get(name) for t in each], ranks) for factor in factors):
-            yield f"the first gradient in backward order that differs is that of the output of {name}"
+            yield f"of the outputs of submodules, the first in backward order whose gradient differs is that of {name}"
             break
 
 
