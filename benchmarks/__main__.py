@@ -51,7 +51,7 @@ def compared(bench: Bench, title: str, make: Callable[[int], Steps]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     command = argparse.ArgumentParser(
-        prog="benchmarks", description="time, bytes and memory of forward + backward, next to PyTorch's own"
+        prog="benchmarks", description="time of forward + backward next to PyTorch's own, bytes and memory"
     )
     add = command.add_argument
     add("names", nargs="*", choices=[*NAMES, []], metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")

@@ -61,8 +61,8 @@ class LossModule(InGroup):
 class CLIPLoss(LossModule, function=functional.clip_loss):
     """`clip_loss` as a module.
 
-    The scale is passed to `forward`, as open_clip does, or here: a number, or an `nn.Parameter`. Then the module is a
-    part of the model whose gradients are averaged.
+    The scale, not its logarithm, is passed to `forward`, as open_clip does, or here: a number, or an `nn.Parameter`.
+    Then the module is a part of the model whose gradients are averaged.
 
     >>> import torch
     >>> from diffcoll.nn import CLIPLoss
