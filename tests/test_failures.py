@@ -117,15 +117,21 @@ def test_a_simulated_rank_that_lacks_a_backward(program, name, direction, line):
     assert line_of(__file__, f"# {line}") in text and "joint_backward" in text
 
 
+def lacks_a_tree(r, x, group):
+    if r == 0:
+        dc.all_reduce([x], group=group)
+
+
 @pytest.mark.parametrize("checked", [False, True])
 def test_a_rank_that_lacks_a_backward(checked):
     """In check mode the error names the call, not the comparison before it."""
 
     def body(r):
         dc.check_mode(checked)
-        groups = [short_group() for _ in LACKING]
+        programs = [*(program for program, *_ in LACKING), lacks_a_tree]
+        groups = [short_group() for _ in programs]
         texts = []
-        for (program, *_), group in zip(LACKING, groups, strict=True):
+        for program, group in zip(programs, groups, strict=True):
             try:
                 program(r, torch.full((2,), r + 1.0, requires_grad=True), group)
             except dc.CollectiveFailedError as error:
@@ -135,6 +141,7 @@ def test_a_rank_that_lacks_a_backward(checked):
 
     texts, nothing = spawn(body, range(2), timeout=40)
     assert nothing == []
+    assert texts.pop().startswith("all_reduce, forward")
     for text, (_, name, direction, line) in zip(texts, LACKING, strict=True):
         assert text.startswith(name) and direction in text
         assert line_of(__file__, f"# {line}") in text and "joint_backward" in text

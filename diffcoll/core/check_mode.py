@@ -111,7 +111,7 @@ def _compare_end(used: dict[Engine, bool], error: BaseException | None) -> None:
     for engine in [engine for engine, differs in used.items() if not differs and not engine.ended]:
         try:
             facts = "end", type(error or found).__name__
-            compare(engine, facts, lambda: f"the end of check mode at {user_line()}{how}")
+            compare(engine, "check mode", facts, lambda: f"the end of check mode at {user_line()}{how}")
         except CollectiveMismatchError as difference:
             found = found or difference
         except CollectiveFailedError:
@@ -139,10 +139,15 @@ def compares(engine: Engine) -> bool:
     return is_on() and engine.size > 1 and not engine.compiling
 
 
-def compare(engine: Engine, facts: object, text: Callable[[], str], origin: Origin | None = None) -> None:
+def compare_calls(engine: Engine, call: str) -> None:
+    """Compare what the ranks are about to call, `name(…)` in words."""
+    compare(engine, call.partition("(")[0], call, lambda: f"{call} at {user_line()}")
+
+
+def compare(engine: Engine, name: str, facts: object, text: Callable[[], str], origin: Origin | None = None) -> None:
     """Raise on all ranks unless facts are equal on all; text describes this rank's call, in the backward of `origin`.
 
-    The group counts as used, for the end of a `with` block.
+    The group counts as used, for the end of a `with` block. An error of the backend has the name of the call.
     """
     state = _state()
     used = {} if state.used is None else state.used
@@ -153,6 +158,9 @@ def compare(engine: Engine, facts: object, text: Callable[[], str], origin: Orig
         used[engine] = True
         engine.calls = 0  # on all ranks: one may have made a call that the others have not
         raise
+    except CollectiveFailedError as error:
+        cause = error.__cause__ or error
+        raise failure(name, engine.description, engine.rank, origin, cause, compared=True) from cause
 
 
 def common(f: Linear, x: Tensor) -> str:
@@ -197,15 +205,12 @@ def compare_moves(f: Linear, x: Tensor, origin: Origin | None, *, later: bool) -
         return f"{of}: gradient {x.dtype} {tuple(x.shape)}"
 
     try:
-        compare(engine, facts, text, origin)
+        compare(engine, f.name, facts, text, origin)
         if isinstance(f, AllToAll):
             _compare_blocks(f, Control(engine), text)
     except CollectiveMismatchError as error:
         are_gathers = origin is None and str(error).count(f": {f.name}({x.dtype} ") == engine.size
         raise CollectiveMismatchError(f"{error}{of_uneven(f.name) if are_gathers else ''}") from None
-    except CollectiveFailedError as error:  # of the comparison: the collective's name is that of the call
-        cause = error.__cause__ or error
-        raise failure(f.name, engine.description, engine.rank, origin, cause, compared=True) from cause
     if f.of_replicated:
         remedy = 'pass grad_placement="partial" if each rank has its own loss' if origin else "pass what all ranks have"
         same_everywhere(engine, x, text, remedy)

@@ -11,7 +11,6 @@ from torch import Tensor
 from diffcoll.core import check_mode
 from diffcoll.core.arguments import Call
 from diffcoll.core.blocks import concatenated, pieces
-from diffcoll.core.errors import user_line
 from diffcoll.core.exchange import exchanged_alike
 from diffcoll.core.maps import AllGather
 from diffcoll.core.pending import Pending
@@ -98,4 +97,4 @@ def _compare(call: Call, blocks: Mapping[str, tuple[Tensor, int | None]]) -> Non
             shape[dim] = -1  # may differ between ranks
         shown.append(f"{path}: {block.dtype} {tuple(shape)}" + ("" if dim is None else f" along dim {dim}"))
     text = f"{call.name}({', '.join(shown)})"
-    check_mode.compare(call.engine, text, lambda: f"{text} at {user_line()}")
+    check_mode.compare_calls(call.engine, text)

@@ -21,7 +21,7 @@ from diffcoll.collectives.all_reduce import all_reduce
 from diffcoll.core import check_mode, expect
 from diffcoll.core.arguments import Sizes
 from diffcoll.core.dtypes import wider
-from diffcoll.core.errors import message, user_line
+from diffcoll.core.errors import message
 from diffcoll.core.groups import get_world_size, resolve
 from diffcoll.core.torch_private.tracing import is_known
 from diffcoll.core.torch_private.transforms import without_transforms
@@ -221,7 +221,7 @@ def sigreg_loss(
     engine = resolve(group, name)
     if check_mode.compares(engine):  # ranks with other directions send equal messages
         facts = f"{name}(directions={directions.dtype} {tuple(directions.shape)}, {num_points=}, {t_max=})"
-        check_mode.compare(engine, facts, lambda: f"{facts} at {user_line()}")
+        check_mode.compare_calls(engine, facts)
         remedy = "draw them from a generator that all ranks have seeded alike"
         check_mode.same_everywhere(engine, without_transforms(directions), lambda: f"{name}: directions", remedy)
     x = features.to(wider(features.dtype))

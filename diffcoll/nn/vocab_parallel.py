@@ -22,7 +22,7 @@ from diffcoll.collectives.all_gather import all_gather
 from diffcoll.collectives.sum_gradients import sum_gradients
 from diffcoll.core import check_mode, expect
 from diffcoll.core.arguments import Sizes
-from diffcoll.core.errors import message, user_line
+from diffcoll.core.errors import message
 from diffcoll.core.groups import resolve
 from diffcoll.core.torch_private.tracing import assert_in_graph, is_known, is_traced
 from diffcoll.core.torch_private.transforms import is_within_transform, without_transforms
@@ -119,7 +119,7 @@ def vocab_parallel_cross_entropy(
     engine = resolve(group, _NAME)
     if check_mode.compares(engine):  # ranks with other tokens send equal messages
         facts = f"{_NAME}(hidden={tuple(hidden.shape)}, {label_smoothing=}, {z_loss=}, {ignore_index=}, {reduction=})"
-        check_mode.compare(engine, facts, lambda: f"{facts} at {user_line()}")
+        check_mode.compare_calls(engine, facts)
         remedy = "the ranks of a tensor-parallel group get the same tokens"
         check_mode.same_everywhere(engine, without_transforms(target), lambda: f"{_NAME}: target", remedy)
         check_mode.same_everywhere(engine, without_transforms(states), lambda: f"{_NAME}: hidden", remedy)
