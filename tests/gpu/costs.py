@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import diffcoll as dc
 from benchmarks.floor import Floor
+from diffcoll.core.torch_private.release import COMPILES
 from diffcoll.engines import c10d
 from diffcoll.nn import functional
 from gpu.calls import collectives
@@ -156,3 +157,51 @@ def loss_times(rank):
                 rank.goal("ratio to plain", found["ours"][0] / found["plain"][0], 1.7)
             for name in ("ours", "in 2 chunks"):
                 rank.check(name, distance(ways[name](), plain_clip(x.float(), y.float(), s)), 1e-4)
+
+
+@row(1, seconds=90, alone=True)
+def half_precision_times(rank):
+    """Losses of bfloat16 that are normalized, compiled and of a vocabulary, and clip_loss in many chunks."""
+    rows, words, calls = (16384, 32768, 3) if rank.on_gpu else (64, 128, 1)
+    x, y = features(rank, rows, torch.bfloat16)
+    s, target = torch.tensor(SCALE, device=rank.device), torch.arange(rows, device=rank.device)
+    w = (torch.randn(words, DIM, device=rank.device) / 20).bfloat16().requires_grad_()
+    ways = {
+        "normalized": (
+            lambda x, y, clip=functional.clip_loss: clip(x, y, s, normalize=True),
+            lambda x, y: plain_clip(F.normalize(x), F.normalize(y), s),
+        ),
+        "InfoNCE": (
+            functional.info_nce_loss,
+            lambda x, y: F.cross_entropy(10 * F.normalize(x) @ F.normalize(y).t(), target),
+        ),
+        "a vocabulary": (
+            lambda x, w: functional.vocab_parallel_cross_entropy(x, w, target),
+            lambda x, w: F.cross_entropy(x @ w.t(), target),
+        ),
+    }
+    if COMPILES:
+        ours, plain = ways["normalized"]
+        backend = "inductor" if rank.on_gpu else "aot_eager"
+        ways["compiled"] = torch.compile(ours, fullgraph=True, backend=backend), plain
+    for name, (ours, plain) in ways.items():
+        leaves = [x, w if name == "a vocabulary" else y]
+        with rank.part(name):
+            steps = {
+                who: lambda way=way, leaves=leaves: torch.autograd.grad(way(*leaves), leaves)
+                for who, way in (("ours", ours), ("plain", plain))
+            }
+            found = times(rank, steps, calls)
+            for who, (wall, host) in found.items():
+                rank.figure(who, f"{wall * 1e3:.2f} ms, host {host * 1e3:.2f}, {peak(rank, steps[who]) / 1e6:.0f} MB")
+            rank.figure("ratio to plain", found["ours"][0] / found["plain"][0])
+            rank.check("of float32", distance(ours(*leaves), plain(*(t.float() for t in leaves))), 1e-4)
+    for dtype, chunks in product((torch.float32, torch.bfloat16), (8, 16)):
+        x, y = features(rank, 2 * rows, dtype)
+        with rank.part(f"{2 * rows} rows of {str(dtype)[6:]} in {chunks} chunks"):
+
+            def step(x=x, y=y, size=2 * rows // chunks):
+                return torch.autograd.grad(functional.clip_loss(x, y, s, chunk_size=size), [x, y])
+
+            ((wall, host),) = times(rank, {"ours": step}, calls).values()
+            rank.figure("ours", f"{wall * 1e3:.2f} ms, host {host * 1e3:.2f}, {peak(rank, step) / 1e6:.0f} MB")
