@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
@@ -59,10 +58,8 @@ def test_a_lost_peer(how, where, call):
         lost("backward")
         y.sum().backward()
 
-    start = time.monotonic()
     with pytest.raises(RanksFailedError) as caught:
-        spawn(body, range(N), timeout=30)
-    assert time.monotonic() - start < TIMEOUT + 15
+        spawn(body, range(N), timeout=30)  # a rank that waits longer has no CollectiveFailedError
     direction = "backward" if where == "backward" else "forward"
     for r in (0, 2):
         text = caught.value.failures[r].text
