@@ -122,7 +122,7 @@ def vocab_parallel_cross_entropy(
         check_mode.compare_calls(engine, facts)
         remedy = "the ranks of a tensor-parallel group get the same tokens"
         check_mode.same_everywhere(engine, without_transforms(target), lambda: f"{_NAME}: target", remedy)
-        check_mode.same_everywhere(engine, without_transforms(states), lambda: f"{_NAME}: hidden", remedy)
+        check_mode.same_everywhere(engine, without_transforms(hidden), lambda: f"{_NAME}: hidden", remedy)
     lengths = sizes_of_ranks(_NAME, engine, w, sizes, [[states]])
     first, total = sum(lengths[: engine.rank]), sum(lengths)
     index = target.reshape(-1).long()  # ignore_index may have no value in a small dtype
