@@ -44,8 +44,8 @@ class Row:
     systems: dict[str, Times]
     #: In forward and backward, if all stages are the library's messages.
     bytes_sent: int
-    #: Above x and y, in bytes; None: not measured at this size.
-    peak_memory: float | None
+    #: Above x and y, in bytes, of the library and torch.distributed.nn; empty: not measured at this size.
+    peak_memory: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
         """Return the row for `--json`; benchmarks/README.md has its schema."""
@@ -62,7 +62,8 @@ def costs(bench: Bench, names: Sequence[str]) -> list[Row]:
             case = case_of(name, op, numel, bench.n)
             rounds = bench.rounds * (10 if numel == 1 else 1)
             times = bench.times(partial(steps, case, bench.engine), rounds)
-            memory = peak_memory(bench, case) if numel == max(SIZES.values()) else None
+            measured = (OURS, NN) if numel == max(SIZES.values()) else ()
+            memory = {system: peak_memory(bench, case, system) for system in measured if system in times}
             label = name if op in (None, "sum") else f"{name} {op}"
             found.append(Row(label, size, 4 * case.shapes[0][0], times, bytes_sent(case), memory))
     return found
@@ -77,11 +78,11 @@ def case_of(name: str, op: str | None, numel: int, n: int) -> Case:
     return Case(name, ((max(numel // blocks, 1) * blocks,),) * n, arguments, dtype=torch.float32)
 
 
-def steps(case: Case, engine: str, rank: int) -> Steps:
-    """Return a forward and backward of each system that offers the call."""
+def steps(case: Case, engine: str, rank: int, of_sum: bool = False) -> Steps:
+    """Return a forward and backward of each system that offers the call; `of_sum`: the backward of `y.sum()`."""
     x = case.x(rank, 0).requires_grad_()
-    with torch.no_grad():
-        gy = torch.randn(case.call(x, rank).shape)
+    y = results(case)[rank]
+    gy = torch.ones(()).expand(y.shape) if of_sum else torch.randn(y.shape)
     ours = partial(getattr(diffcoll, case.name), **case.arguments)
     calls: dict[str, Call | None] = {OURS: ours, NN: nn_functional(case.name, case.arguments.get("op", "sum"))}
     if "op" in case.arguments:
@@ -94,7 +95,13 @@ def steps(case: Case, engine: str, rank: int) -> Steps:
 
 
 def _step(call: Call, x: Tensor, gy: Tensor) -> object:
-    return torch.autograd.grad(call(x), x, gy)
+    y = call(x)  # kept, as by a program that uses it
+    return torch.autograd.grad(y, x, gy)
+
+
+def results(case: Case) -> list[Tensor]:
+    """Return what each rank gets, without memory and without a call, which would leave scratch."""
+    return case.truth([torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.shapes])
 
 
 def nn_functional(name: str, op: str) -> Call | None:
@@ -113,37 +120,34 @@ def nn_functional(name: str, op: str) -> Call | None:
     return None if reduction is None else calls.get(name)
 
 
-def peak_memory(bench: Bench, case: Case) -> float:
+def peak_memory(bench: Bench, case: Case, system: str = OURS) -> float:
     """Return the peak memory of a forward and the backward of `y.sum()` above x and y, in bytes, of the worst rank."""
-    cases = {"large": case, "small": replace(case, shapes=((bench.n,),) * bench.n)}
+    small = replace(case, shapes=((bench.n,),) * bench.n)
 
-    def steps(rank: int) -> Steps:
-        return {name: partial(_sum, each, each.x(rank, 0).requires_grad_(), rank) for name, each in cases.items()}
+    def both(rank: int) -> Steps:
+        cases = {"small": small, "large": case}
+        return {name: steps(each, bench.engine, rank, of_sum=True)[system] for name, each in cases.items()}
 
-    ys = case.truth([torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.shapes])
-    return max(peak - y.nbytes for peak, y in zip(bench.peaks(steps, "large", warm="small"), ys, strict=True))
-
-
-def _sum(case: Case, x: Tensor, rank: int) -> None:
-    y = case.call(x, rank)
-    torch.autograd.grad(y, x, torch.ones(()).expand(y.shape))
+    peaks = bench.peaks(both, "large", warm="small")
+    return max(peak - y.nbytes for peak, y in zip(peaks, results(case), strict=True))
 
 
 def table(bench: Bench, rows: Sequence[Row]) -> Table:
     """Return a line for each row, with a column for each system; two lines for the smallest size."""
     others = [*dict.fromkeys(name for row in rows for name in row.systems if name != OURS)]
     grid = Table(
-        *("collective", "x", OURS, *others, "sent", "memory"),
+        *("collective", "x", OURS, *others, "sent", "memory", f"{NN}'s"),
         title=f"{bench.title}, float32: median ms (diffcoll's as a ratio to it);\n"
         "bytes that the busiest rank sends or receives, and peak memory above x and y, in bytes of x",
     )
     for row in rows:
         if row.nbytes <= 4 * bench.n:
             cold = {name: taken.cold for name, taken in row.systems.items()}
-            grid.add_row(row.call, f"{row.size}, cold", *_cells(cold, others), "", "")
+            grid.add_row(row.call, f"{row.size}, cold", *_cells(cold, others), "", "", "")
         warm = {name: taken.warm for name, taken in row.systems.items()}
-        memory = "" if row.peak_memory is None else f"{row.peak_memory / row.nbytes:.2f}"
-        grid.add_row(row.call, row.size, *_cells(warm, others), f"{row.bytes_sent / row.nbytes:.2f}", memory)
+        sent = f"{row.bytes_sent / row.nbytes:.2f}"
+        memory = [f"{row.peak_memory[s] / row.nbytes:.2f}" if s in row.peak_memory else "" for s in (OURS, NN)]
+        grid.add_row(row.call, row.size, *_cells(warm, others), sent, *memory)
     return grid
 
 

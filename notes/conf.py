@@ -80,7 +80,7 @@ def write_reference(app: Any) -> None:
         "Every public name has a page: signature, shapes, dtypes, errors and an example.",
         "",
     ]
-    names = [*MODULES, "commands", "examples", "changes"]
+    names = [*MODULES, "commands", "examples", "benchmarks", "changes"]
     _write(REFERENCE / "index.rst", [*lines, ".. toctree::", "   :maxdepth: 2", "", *(f"   {name}" for name in names)])
     for name, about in MODULES.items():
         module = import_module(name)
@@ -119,6 +119,9 @@ def write_reference(app: Any) -> None:
     _write(REFERENCE / "examples.rst", [*lines, "", ".. toctree::", "   :hidden:", "   :glob:", "", "   examples/*"])
     included = [".. include:: ../../CHANGELOG.md", "   :parser: myst_parser.sphinx_"]
     _write(REFERENCE / "changes.rst", included)
+    text = (HERE.parent / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\]\((?=\w+\.py\))", "](../../benchmarks/", text)  # the page is deeper
+    _write(REFERENCE / "benchmarks.md", [text.replace("](../notes/", "](../").replace("](../tests/", "](../../tests/")])
 
 
 def help_of(command: str) -> str:
@@ -170,20 +173,23 @@ def add_contents(app: Any, name: str, source: list[str]) -> None:
         source[0] += "\n".join(["", "```{toctree}", ":hidden:", "", *pages, "```", ""])
 
 
-#: A link to a file of the repository that is no page.
-_OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?!notes/)[^)\s#]*)[^)\s]*\)")
+#: A link to a file of the repository that is not below the notes.
+_OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?!notes/)[^)\s#]*)([^)\s]*)\)")
+#: The pages of the site that are made of such files.
+PAGES = {"benchmarks/README.md": "benchmarks.md", "CHANGELOG.md": "changes.rst"}
+PAGES |= {f"examples/{path.name}": f"examples/{path.stem}.rst" for path in (HERE.parent / "examples").glob("*.py")}
 
 
 def name_files(app: Any, name: str, source: list[str]) -> None:
-    """Lead links to examples to their pages; replace those to files that are not on the site by the files' names."""
+    """Lead links to files to their pages; replace those to files that are not on the site by the files' names."""
     depth = name.count("/") + 1
 
     def named(link: re.Match[str]) -> str:
-        text, path = link.groups()
+        text, path, anchor = link.groups()
         if link[0].count("../") < depth:
             return link[0]
-        if example := re.fullmatch(r"examples/(\w+)\.py", path):
-            return f"[{text}]({'../' * (depth - 1)}reference/examples/{example[1]}.rst)"
+        if path in PAGES:
+            return f"[{text}]({'../' * (depth - 1)}reference/{PAGES[path]}{anchor})"
         return f"`{path}`" if text.strip("`") in (path, Path(path).name) else f"{text} (`{path}`)"
 
     source[0] = _OUTSIDE.sub(named, source[0])
