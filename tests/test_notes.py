@@ -11,6 +11,8 @@ from runs import ROOT
 import diffcoll
 from diffcoll.collectives import COLLECTIVES
 
+pytest_plugins = ["pytester"]
+
 NOTES = ROOT / "notes"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
@@ -61,6 +63,16 @@ PAGES = sorted(path.relative_to(NOTES).as_posix() for path in NOTES.rglob("*.md"
 @pytest.mark.parametrize("page", [pytest.param(page, marks=compiles if "compile" in page else ()) for page in PAGES])
 def test_examples_run(page):
     run_blocks(NOTES / page)
+
+
+def test_their_tests_pass(pytester):
+    """Where a page defines tests, as pytest runs them."""
+    of_pages = {page: [code for _, code in blocks((NOTES / page).read_text(encoding="utf-8"))] for page in PAGES}
+    programs = [["\n".join(codes)] if page in STEPS else codes for page, codes in of_pages.items()]
+    tests = [code for codes in programs for code in codes if "\ndef test_" in code]
+    pytester.makepyfile(**{f"test_{i}": code for i, code in enumerate(tests)})
+    outcomes = pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
+    assert set(outcomes) == {"passed"} and outcomes["passed"] > len(tests)  # one runs for two numbers of ranks
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
