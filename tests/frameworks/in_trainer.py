@@ -126,8 +126,8 @@ ROWS_OF = {
         trainer(func=batch_loss, labelled=False),
         trainer(func=batch_loss, **OWN_COUNTS),
     ],
-    "the model's own loss, `**kwargs` in forward, `labels` in the batch": [trainer(model=Keywords)],
-    "the model's own loss, no `**kwargs` or no `labels`": [
+    "a loss of `dc.nn` in the model, `**kwargs` in forward, `labels` in the batch": [trainer(model=Keywords)],
+    "a loss of `dc.nn` in the model, no `**kwargs` or no `labels`": [
         trainer(),
         trainer(model=Keywords, labelled=False),
     ],

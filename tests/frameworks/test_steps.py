@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import transformers
 import trl
 from torch.utils.data import DataLoader
+from trainings import of_page
 
 import diffcoll as dc
 from diffcoll.testing import GradientMismatchError, assert_matches_single_process
@@ -98,9 +99,9 @@ class Parts(transformers.Trainer):
         return self.parts
 
 
-def hugging_face(model, parts, **options):
+def hugging_face(model, parts, func=None, **options):
     arguments = transformers.TrainingArguments("unused", gradient_accumulation_steps=len(parts), **OPTIONS, **options)
-    Parts(model, arguments, parts).train()
+    Parts(model, arguments, parts, compute_loss_func=func and of_page("trainer.md", func)).train()
 
 
 class SFT(Parts, trl.SFTTrainer):
@@ -164,6 +165,7 @@ UNEVEN, EVEN, EQUAL = [((2, 2), (4,)), ((1, 3), (3, 1))], [((1, 3), (3, 1))], [(
 RIGHT = {
     "the HF Trainer": (hugging_face, llama, UNEVEN),
     "the HF Trainer, GPT-2 with a loss_type": (hugging_face, partial(gpt2, "ForCausalLM"), UNEVEN),
+    "the HF Trainer, a function of next tokens": (partial(hugging_face, func="mean_over_next_tokens"), llama, UNEVEN),
     "TRL's SFTTrainer": (sft, llama, EQUAL),
     "Accelerate": (partial(accelerated, by_all), llama, UNEVEN),
     "Lightning": (partial(lightning, by_all), llama, EVEN),
