@@ -139,7 +139,7 @@ def test_small_tensors_are_gathered_whole(name, op):
         assert [direction.nbytes for direction in large] == expected(name, {"op": op}, n, 20 * n)
 
 
-@pytest.mark.parametrize("n", [64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_rounds_and_messages_of_many_ranks(n):
     """Of one call in each row of the table."""
     cases = {row(name, **more): (name, more) for name, more in CALLS if "grad_placement" not in more}
