@@ -35,7 +35,7 @@ class GradientAverager:
 
     The reduction is a block. At its end `.grad` has the mean over the ranks, the same bits on all of them; while
     backward runs in it, complete buckets are sent. Outside of a block nothing happens: gradients are this rank's own,
-    and an optimizer's step on them raises, wherever a parameter shows it that the last block used.
+    and an optimizer's step on them raises, if backward used the same parameters as in the last block.
 
     >>> import torch, diffcoll as dc
     >>> from diffcoll.testing import simulate
