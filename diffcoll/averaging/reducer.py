@@ -221,7 +221,7 @@ class Block:
 
     def _end(self, failure: BaseException | None) -> None:
         reducer = self._reducer
-        if type(failure) is RuntimeError and reducer.recorded is not None:
+        if reducer.recorded is not None and "inplace operation" in str(failure):
             failure.add_note(f"{NAME}: make it before the forward: it writes rank 0's values into the parameters")
         if failure is None:
             try:

@@ -339,16 +339,20 @@ def test_an_averager_wraps_nothing():
 
 
 def test_an_averager_made_after_the_forward():
-    """PyTorch's error has the remedy."""
+    """PyTorch's error has the remedy, and no other error of the block has."""
 
-    def body(r):
+    def body(r, is_late):
         model = made()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         late = loss(model, r)
-        with pytest.raises(RuntimeError) as caught:
-            dc.GradientAverager(model).backward(late)
-        assert "before the forward" in getattr(caught.value, "__notes__", ["before the forward"])[0]
+        averager = dc.GradientAverager(model)
+        with pytest.raises(RuntimeError) as caught, averager.reduce():
+            (late if is_late else loss(model, r)).backward()
+            optimizer.step()
+        return " ".join(getattr(caught.value, "__notes__", ()))
 
-    rules(body, range(2))
+    for is_late in (True, False):
+        assert ["before the forward" in notes for notes in rules(body, range(2), [is_late] * 2)] == [is_late] * 2
 
 
 # ── peers that do not come ───────────────────────────────────────────────────────────────────────────────

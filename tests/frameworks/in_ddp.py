@@ -52,10 +52,17 @@ def nt_xent(model, batch, update):
     return dc.nn.functional.nt_xent_loss(*map(model, batch), temperature=0.5)
 
 
-def compiled(model, updates, loss):
-    """Layers of 0.7 MB each: torch.compile splits the graph of encoders and loss where DDP's buckets of 1 MB end."""
-    wrapped = DistributedDataParallel(Within(model, loss, "nothing"), bucket_cap_mb=1)
-    step = torch.compile(wrapped, backend="aot_eager")
+def compiled(outside, model, updates, loss):
+    """Layers of 0.7 MB each: torch.compile splits the graph of encoders and loss where DDP's buckets of 1 MB end.
+
+    Of the model within DDP there is one graph.
+    """
+    step = Within(model, loss, "nothing")
+    if not outside:
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    step = DistributedDataParallel(step, bucket_cap_mb=1)
+    if outside:
+        step = torch.compile(step, backend="aot_eager")
     loop(step, updates, lambda step, batch, update: step(batch, update), sgd(model))
 
 
@@ -73,6 +80,6 @@ SAME = [
 ROWS = [
     *(("DDP", Way(train)) for train in SAME),
     ("DDP", Way(ddp(), TOKENS)),
-    ("DDP", Way(compiled, WIDE, micro_batches=(1,))),
+    *(("DDP", Way(partial(compiled, outside), WIDE, micro_batches=(1,))) for outside in (True, False)),
     ("DDP with a hook that sums", Way(ddp(hook=summing))),
 ]

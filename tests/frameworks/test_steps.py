@@ -31,14 +31,21 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
-def gpt2(loss_type=None):
+def gpt2(loss_type=None, kind="GPT2"):
     torch.manual_seed(0)
     none = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
-    config = transformers.GPT2Config(vocab_size=11, n_positions=6, n_embd=8, n_layer=1, n_head=2, **none)
-    model = transformers.GPT2LMHeadModel(config)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=11, n_positions=6, n_embd=8, n_layer=1, n_head=2, **none)
+    model = getattr(transformers, f"{kind}LMHeadModel")(config)
+    assert model.loss_type is None
     if loss_type is not None:
         model.loss_type = loss_type
     return model
+
+
+def xlnet():
+    torch.manual_seed(0)
+    config = transformers.XLNetConfig(vocab_size=11, d_model=8, n_layer=1, n_head=2, d_inner=12, dropout=0.0)
+    return transformers.XLNetLMHeadModel(config)
 
 
 def texts():
@@ -165,6 +172,8 @@ UNEVEN, EVEN, EQUAL = [((2, 2), (4,)), ((1, 3), (3, 1))], [((1, 3), (3, 1))], [(
 RIGHT = {
     "the HF Trainer": (hugging_face, llama, UNEVEN),
     "the HF Trainer, GPT-2 with a loss_type": (hugging_face, partial(gpt2, "ForCausalLM"), UNEVEN),
+    "the HF Trainer, OpenAI GPT with a loss_type": (hugging_face, partial(gpt2, "ForCausalLM", "OpenAIGPT"), UNEVEN),
+    "the HF Trainer, CTRL with a loss_type": (hugging_face, partial(gpt2, "ForCausalLM", "CTRL"), UNEVEN),
     "the HF Trainer, a function of next tokens": (partial(hugging_face, func="mean_over_next_tokens"), llama, UNEVEN),
     "TRL's SFTTrainer": (sft, llama, EQUAL),
     "Accelerate": (partial(accelerated, by_all), llama, UNEVEN),
@@ -173,6 +182,9 @@ RIGHT = {
 OF_RANK = r"other than −100 of labels but their first column, on each rank\); one process .* first column\)"
 WRONG = {
     "the HF Trainer, GPT-2": (hugging_face, gpt2, UNEVEN, r"over the total of labels other than −100 of labels\)"),
+    "the HF Trainer, OpenAI GPT": (hugging_face, partial(gpt2, None, "OpenAIGPT"), UNEVEN, r"over the total of labels"),
+    "the HF Trainer, CTRL": (hugging_face, partial(gpt2, None, "CTRL"), UNEVEN, r"over the total of labels"),
+    "the HF Trainer, XLNet": (hugging_face, xlnet, UNEVEN, r"a sum"),
     "the HF Trainer, tokens of this rank": (
         partial(hugging_face, average_tokens_across_devices=False),
         llama,
