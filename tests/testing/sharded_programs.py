@@ -434,13 +434,15 @@ def fully_sharded(bug):
 PROGRAMS = {
     mlp: {
         "f": "right after a sum over tp",
-        "g": "the first output that differs is that of down, which is right after a sum over tp",
+        "g": "value: differs between the ranks of tp, where it counts once the first output that differs is that of down, "
+        "which is right after a sum over tp",
         "bias": "that of down, which has its bias 2 times, once for each rank of tp",
     },
     clipped: {"copies": "value: .* that of a norm that counts norm.weight, norm.bias, down.bias once on each rank"},
     data_and_tensor: dict.fromkeys(("f", "bias", "not averaged"), ""),
     vocabulary: {
-        **dict.fromkeys(("local mean", "local vocabulary size", "f"), ""),
+        **dict.fromkeys(("local vocabulary size", "f"), ""),
+        "local mean": "value: differs between the ranks of tp, where it counts once",
         "logits counted N times": "value: larger by log 3, the logarithm of the size of tp",
     },
     sequence: {"norm": "norm.weight and norm.bias: right after a sum over tp", "bias": "", "slice": ""},

@@ -341,6 +341,7 @@ def test_a_wrong_program_is_caught(name, on):
     report = differs(make(), on=[on], timeout=20)  # ranks whose blocks differ wait on gloo
     assert report.observed and re.search(words, observed(report)), str(report)
     assert "weighted" in words or not words or "weighted" not in observed(report)
+    assert "counts once" in words or "counts once" not in observed(report)
 
 
 # ── what reduces gradients ───────────────────────────────────────────────────────────────────────────────

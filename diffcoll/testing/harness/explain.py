@@ -218,6 +218,7 @@ class _Wrong:
             yield from itertools.islice(filter(None, (test(q) for test in tests)), 1)
         if q.group == "value":
             yield from self._logarithm(q)
+            yield from self._unequal(q)
 
     def _times(self, q: Quantity) -> str | None:
         """Say which multiple it is; all ranks have the same. A single number is a multiple of anything."""
@@ -309,6 +310,14 @@ class _Wrong:
             if math.isclose(abs(difference), math.log(n), rel_tol=1e-6):
                 size = f"the size of {axis}" if axis != RANKS else "N"
                 yield f"{'larger' if difference > 0 else 'smaller'} by log {n}, the logarithm of {size}"
+
+    def _unequal(self, q: Quantity) -> Iterator[str]:
+        """Whether a loss that counts once along an axis differs between its ranks; others are reduced already."""
+        got = {c.rank: c.got for c in q.compared}
+        for axis in self.ranks.axes:
+            pairs = ((got[r], got.get(self.ranks.along([axis], r)[0])) for r in got)
+            if any(b is not None and not near(a, b) for a, b in pairs):
+                yield f"differs between the ranks of {_axis(axis)}, where it counts once"
 
     # ── experiments ──
 
