@@ -10,9 +10,9 @@ var Scorer = {
   partialTerm: 2,
   score: ([page, , , , score]) => {
     if (/README|changes|examples|truth|running\/gpu/.test(page)) return score - 6;
-    if (/^start/.test(page)) return score - 3;
+    if (/^start/.test(page)) return score + (/test-your-loss/.test(page) ? 3 : -3);
     if (/testing/.test(page)) return score + 1;
-    if (/recipes|migrating/.test(page)) return score + 2.5;
+    if (/recipes|migrating|trainers|clip-gradients/.test(page)) return score + 2.5;
     return score + ({ "how-to": 4, with: 3, running: 3, training: 2 }[page.split("/")[0]] || 0);
   },
 };

@@ -58,8 +58,8 @@ class Parameter:
         if self.gradient.is_reduced():
             raise RuntimeError(
                 f"{NAME}.reduce: {self.name}: its gradient was reduced by the last block, of any {NAME}, and a sum "
-                "would reduce it again; accumulate micro-batches by plain backward() before one block, with the count of "
-                "all, and call zero_grad() before the next step"
+                "would reduce it again; accumulate micro-batches by plain backward() before one block, whose count "
+                "is of all of them, and call zero_grad() before the next step"
             )
 
     def assign(self, reduced: Tensor) -> None:

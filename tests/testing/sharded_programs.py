@@ -434,8 +434,7 @@ def fully_sharded(bug):
 PROGRAMS = {
     mlp: {
         "f": "right after a sum over tp",
-        "g": "value: differs between the ranks of tp, where it counts once the first output that differs is that of down, "
-        "which is right after a sum over tp",
+        "g": "differs between the ranks of tp, where it counts once .*down, which is right after a sum over tp",
         "bias": "that of down, which has its bias 2 times, once for each rank of tp",
     },
     clipped: {"copies": "value: .* that of a norm that counts norm.weight, norm.bias, down.bias once on each rank"},
