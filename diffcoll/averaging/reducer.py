@@ -221,7 +221,8 @@ class Block:
 
     def _end(self, failure: BaseException | None) -> None:
         reducer = self._reducer
-        if reducer.recorded is not None and "inplace operation" in str(failure):
+        is_first = reducer.recorded is not None
+        if failure is not None and is_first and "inplace operation" in str(failure):
             failure.add_note(f"{NAME}: make it before the forward: it writes rank 0's values into the parameters")
         if failure is None:
             try:
