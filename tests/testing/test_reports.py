@@ -82,6 +82,26 @@ def test_right_submodules_are_not_named(make):
     assert "first output" not in observed(differs(sharded(shard, {"dp": 2}, make(), X, twice, loss)))
 
 
+class Rows(nn.Module):
+    """Row-parallel: the bias is added after the sum. Backward does not sum over the pieces of x."""
+
+    def __init__(self, whole, group):
+        super().__init__()
+        self.group, n, r = group, group.size(), group.rank()
+        self.layer = nn.Linear(2 // n, 2, bias=False, dtype=torch.double)
+        self.layer.weight = nn.Parameter(whole.layer.weight.detach().chunk(n, 1)[r].clone())
+        self.bias = nn.Parameter(whole.layer.bias.detach().clone())
+
+    def forward(self, x):
+        y = self.layer(x.chunk(self.group.size(), 1)[self.group.rank()])
+        return dc.all_reduce(y, group=self.group, grad_placement="replicate") + self.bias
+
+
+def test_parts_of_a_sum_are_right_where_the_value_is():
+    found = observed(differs(sharded(lambda whole, mesh: Rows(whole, mesh["tp"].get_group()), {"tp": 2}, Tokens(), X)))
+    assert "x: right after a sum over tp" in found and "first output" not in found
+
+
 # ── the user's functions and modules ─────────────────────────────────────────────────────────────────────
 
 

@@ -173,8 +173,10 @@ def test_right_steps(name, on):
 @pytest.mark.parametrize("name", STEPS)
 def test_the_denominator_is_named(name, factors):
     step, more = STEPS[name]
-    found = observed(differs((partial(step, factors), of_one, batch(), {"module": model(), **more})))
+    report = differs((partial(step, factors), of_one, batch(), {"module": model(), **more}))
+    found = observed(report)
     assert re.search(f"the gradient weighs the micro-batches .*{WRONG[factors]}; {BY_LABELS}", found), found
+    assert "broadcast" not in " ".join(report.cuts)  # of parameters, by an averager
 
 
 # ── what one process divides by ──────────────────────────────────────────────────────────────────────────

@@ -22,6 +22,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 import diffcoll as dc
+from diffcoll.averaging.messages import broadcast_from_first
 from diffcoll.collectives import COLLECTIVES
 from diffcoll.core.errors import Origin
 from diffcoll.core.trees import tree_flatten
@@ -77,9 +78,10 @@ def of_all_ranks(each: Iterable[Cuts]) -> Cuts:
 
 
 def _is_intended(frame: FrameType) -> bool:
-    """Whether the forward of an `autograd.Function`, which has its own backward, makes the call."""
-    forwards = {getattr(cls.forward, "__code__", None) for cls in _subclasses(Function)}
-    return any(caller.f_code in forwards for caller in _callers(frame))
+    """Whether the forward of an `autograd.Function`, which has its own backward, makes the call, or an averager."""
+    intended = {getattr(cls.forward, "__code__", None) for cls in _subclasses(Function)}
+    intended.add(broadcast_from_first.__code__)
+    return any(caller.f_code in intended for caller in _callers(frame))
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:
