@@ -102,7 +102,7 @@ JOBS = {
     "FSDP2": "with/fsdp.md",
     "Lightning": "with/lightning.md",
     "a graph": "running/compile.md",
-    "gradient penalty": "how-to/recipes.md#Gradient penalty and MAML",
+    "gradient penalty": "how-to/gradient-penalty.md",
     "MPI": "running/engines.md",
 }
 MAX_IN_A_GRAPH = """# torchrun --nproc-per-node 2 program.py
